@@ -1,0 +1,120 @@
+"""What a kernel is.
+
+B batch, Q query rows, K key rows, H query heads, G kv heads (H a multiple of G), D head_dim of q and k, E head_dim of v.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from usp.mask import Band, Tile, trim
+from usp.merge import accumulation_dtype
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a kernel decides by whether it can take a call."""
+
+    device: str
+    dtype: torch.dtype
+    head_dim: int
+    v_head_dim: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype} on {self.device} with head_dim {self.head_dim} (v: {self.v_head_dim})"
+
+
+class Kernel(ABC):
+    """Attention of one tile, and its gradients.
+
+    `forward` and `backward` hold every kernel to one convention: lse is (B, Q, H) in float32 (float64 for float64), natural
+    log, -inf for a row that sees nothing, and such a row's output and gradients are 0. Subclasses compute `tile_forward` and
+    `tile_backward`, which are only ever given a trimmed band: no empty side, no row or column without a visible pair, last
+    dimensions of stride 1.
+    """
+
+    @abstractmethod
+    def refuses(self, call: Call) -> str | None:
+        """Why this kernel cannot take the call, in words, or None if it can."""
+
+    @abstractmethod
+    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+        """Output (B, Q, H, E) and lse (B, Q, H) of a trimmed tile."""
+
+    @abstractmethod
+    def tile_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv of a trimmed tile, given the out and lse of the whole row."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+        """Attention of q (B, Q, H, D) to k (B, K, G, D) and v (B, K, G, E) under a band on their indices.
+
+        Returns:
+            Output (B, Q, H, E), in q's dtype or wider, and lse (B, Q, H).
+        """
+        tile = _visible(q, k, band)
+        if tile and _whole(tile, q, k):
+            return self.tile_forward(*map(_dense, (q, k, v)), tile.band, scale)
+        out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+        lse = q.new_full(q.shape[:-1], -torch.inf, dtype=accumulation_dtype(q.dtype))
+        if tile:
+            seen = map(_dense, (q[:, tile.q], k[:, tile.k], v[:, tile.k]))
+            out[:, tile.q], lse[:, tile.q] = self.tile_forward(*seen, tile.band, scale)
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """This tile's share of the gradients (FlashAttention, Dao et al. 2022, algorithm 4).
+
+        Args:
+            dout: gradient of the whole row's output (B, Q, H, E).
+            q: queries (B, Q, H, D).
+            k: keys (B, K, G, D).
+            v: values (B, K, G, E).
+            out: output of the WHOLE row (B, Q, H, E), merged over all tiles; likewise
+            lse: its lse (B, Q, H). With both, the shares of all tiles add up to the exact gradients.
+            band: which keys a query sees.
+            scale: factor on the scores.
+
+        Returns:
+            dq, dk and dv, in q's dtype or wider.
+        """
+        tile = _visible(q, k, band)
+        if tile and _whole(tile, q, k):
+            return self.tile_backward(*map(_dense, (dout, q, k, v, out)), lse, tile.band, scale)
+        dq, dk, dv = (t.new_zeros(t.shape) for t in (q, k, v))
+        if tile:
+            rows = [_dense(t[:, tile.q]) for t in (dout, q, out)]
+            columns = [_dense(t[:, tile.k]) for t in (k, v)]
+            dq[:, tile.q], dk[:, tile.k], dv[:, tile.k] = self.tile_backward(
+                rows[0], rows[1], *columns, rows[2], lse[:, tile.q], tile.band, scale
+            )
+        return dq, dk, dv
+
+
+def hidden_by(band: Band, rows: int, columns: int, device: torch.device) -> Tensor:
+    """Boolean (rows, columns), true where the band hides the pair."""
+    hidden = torch.zeros(rows, columns, dtype=torch.bool, device=device)
+    offset = torch.arange(columns, device=device) - torch.arange(rows, device=device).unsqueeze(-1)
+    if band.lo is not None:
+        hidden |= offset < band.lo
+    if band.hi is not None:
+        hidden |= offset > band.hi
+    return hidden
+
+
+def _visible(q: Tensor, k: Tensor, band: Band) -> Tile | None:
+    return trim(Tile(slice(0, q.shape[1]), slice(0, k.shape[1]), band))
+
+
+def _whole(tile: Tile, q: Tensor, k: Tensor) -> bool:
+    return (tile.q, tile.k) == (slice(0, q.shape[1]), slice(0, k.shape[1]))
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Flash kernels read the last dimension as stride 1 without asking (torch's CPU op: silent garbage)."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,161 @@
+"""torch's own flash attention ops, called below scaled_dot_product_attention because a ring needs their lse.
+
+CPU: aten::_scaled_dot_product_flash_attention_for_cpu. Its traps: causal only from the top left and no window (a band is
+cut into row blocks under an additive mask), one head_dim for q, k and v (padded), half-precision backward many times
+slower than float32 on a CPU without matrix units for it.
+CUDA: aten::_flash_attention_forward (FlashAttention-2), whose windows count from the bottom right.
+"""
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from usp.kernels.base import Call, Kernel, hidden_by
+from usp.mask import CAUSAL, FULL, Band, Tile, blocks
+from usp.merge import accumulation_dtype
+
+aten = torch.ops.aten
+
+
+class Sdpa(Kernel):
+    """torch's flash attention on CPU and CUDA."""
+
+    def refuses(self, call: Call) -> str | None:
+        """Reasons: device, dtype, head_dim."""
+        half = (torch.bfloat16, torch.float16)
+        if call.device == "cpu":
+            known = (torch.float64, torch.float32, *half)
+            return None if call.dtype in known else f"torch's CPU flash attention takes {known}"
+        if call.device != "cuda":
+            return f"torch has flash attention for cpu and cuda, not {call.device}"
+        if call.dtype not in half:
+            return "torch's CUDA flash attention takes bfloat16 and float16"
+        if max(call.head_dim, call.v_head_dim) > 256 or call.head_dim % 8 or call.v_head_dim % 8:
+            return "torch's CUDA flash attention takes head_dim up to 256 in multiples of 8"
+        return None
+
+    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+        v_head_dim = v.shape[-1]
+        q, k, v = _same_head_dim(q, k, v)
+        out, lse = (_cuda_forward if q.is_cuda else _cpu_forward)(q, k, v, band, scale)
+        return out[..., :v_head_dim], lse
+
+    def tile_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        head_dim, v_head_dim = q.shape[-1], v.shape[-1]
+        dout, q, k, v, out = _same_head_dim(dout, q, k, v, out)
+        # A row with lse -inf has no weights: exp(score - inf) is 0 where exp(score + inf) would be NaN.
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        dq, dk, dv = (_cuda_backward if q.is_cuda else _cpu_backward)(dout, q, k, v, out, lse, band, scale)
+        return dq[..., :head_dim], dk[..., :head_dim], dv[..., :v_head_dim]
+
+
+def _same_head_dim(*tensors: Tensor) -> list[Tensor]:
+    """Zero-pads to the largest head_dim: zeros add nothing to a score, and come out as columns of zeros."""
+    widest = max(t.shape[-1] for t in tensors)
+    return [t if t.shape[-1] == widest else F.pad(t, (0, widest - t.shape[-1])) for t in tensors]
+
+
+# ---- CPU -------------------------------------------------------------------------------------------------------------
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    def op(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        heads_first = (t.transpose(1, 2) for t in (q, k, v))
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*heads_first, 0.0, causal, attn_mask=bias, scale=scale)
+        return out.transpose(1, 2), lse.transpose(1, 2)
+
+    if band in (FULL, CAUSAL):
+        return op(q, k, v, band == CAUSAL, None)
+    out = torch.empty_like(q)
+    lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
+    for tile, bias in _row_blocks(q, k, band):
+        out[:, tile.q], lse[:, tile.q] = op(q[:, tile.q], k[:, tile.k], v[:, tile.k], False, bias)
+    return out, lse
+
+
+def _cpu_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q.dtype.itemsize == 2 and not _fast_half(q.dtype):
+        dout, q, k, v, out = (t.float() for t in (dout, q, k, v, out))
+
+    def op(rows: slice, columns: slice, causal: bool, bias: Tensor | None) -> list[Tensor]:
+        heads_first = (t.transpose(1, 2) for t in (dout[:, rows], q[:, rows], k[:, columns], v[:, columns]))
+        row = (out[:, rows].transpose(1, 2), lse[:, rows].transpose(1, 2))
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *heads_first, *row, 0.0, causal, attn_mask=bias, scale=scale
+        )
+        return [grad.transpose(1, 2) for grad in grads]
+
+    if band in (FULL, CAUSAL):
+        dq, dk, dv = op(slice(None), slice(None), band == CAUSAL, None)
+        return dq, dk, dv
+    dq = torch.empty_like(q)
+    dk, dv = (t.new_zeros(t.shape, dtype=accumulation_dtype(t.dtype)) for t in (k, v))
+    for tile, bias in _row_blocks(q, k, band):
+        dq[:, tile.q], block_dk, block_dv = op(tile.q, tile.k, False, bias)
+        dk[:, tile.k] += block_dk
+        dv[:, tile.k] += block_dv
+    return dq, dk, dv
+
+
+def _row_blocks(q: Tensor, k: Tensor, band: Band) -> list[tuple[Tile, Tensor]]:
+    """The band cut into row blocks, each with the columns its rows see and the additive mask of its corners.
+
+    A block of b rows under a band of width w computes (w + b) / w of what is visible, and the op likes long blocks.
+    """
+    wide = band.lo is None or band.hi is None or band.hi - band.lo >= 1024
+    rows, columns = q.shape[1], k.shape[1]
+    whole = Tile(slice(0, rows), slice(0, columns), band)
+
+    @cache  # interior blocks are alike
+    def bias(rows: int, columns: int, band: Band) -> Tensor:
+        hidden = hidden_by(band, rows, columns, q.device)
+        return q.new_zeros(rows, columns).masked_fill_(hidden, -torch.inf)
+
+    return [
+        (tile, bias(tile.q.stop - tile.q.start, tile.k.stop - tile.k.start, tile.band))
+        for tile in blocks(whole, 768 if wide else 256)
+    ]
+
+
+def _fast_half(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies matrices of `dtype` faster than float32 ones: bfloat16 with AMX tiles."""
+    return dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported() and torch.cpu._is_amx_tile_supported()
+
+
+# ---- CUDA ------------------------------------------------------------------------------------------------------------
+
+
+def _window(q: Tensor, k: Tensor, band: Band) -> dict[str, int | None]:
+    """The band as FlashAttention's window, which counts from the diagonal that ends in the bottom right corner.
+
+    Both sides are >= 0 for a trimmed band: its last row sees something, and its last column is seen.
+    """
+    shift = k.shape[1] - q.shape[1]
+    return {
+        "window_size_left": None if band.lo is None else shift - band.lo,
+        "window_size_right": None if band.hi is None else band.hi - shift,
+    }
+
+
+def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = aten._flash_attention_forward(
+        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, False, False, scale=scale, **_window(q, k, band)
+    )
+    return out, lse.transpose(1, 2)
+
+
+def _cuda_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state, read only with dropout
+    rows = lse.transpose(1, 2).contiguous()
+    return aten._flash_attention_backward(
+        dout, q, k, v, out, rows, None, None, q.shape[1], k.shape[1], 0.0, False, no_dropout, no_dropout,
+        scale=scale, **_window(q, k, band),
+    )  # fmt: skip

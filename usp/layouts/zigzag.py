@@ -1,0 +1,13 @@
+"""Two runs a rank, one from the front and its mirror image from the back: causal work is even.
+
+The sequence is cut into 2R chunks and rank r holds chunks r and 2R-1-r (the "head-tail" order of Llama-3's context
+parallelism and of zigzag ring attention).
+"""
+
+from usp.positions import Positions, split
+
+
+def zigzag(seq_len: int, ring_degree: int, rank: int) -> Positions:
+    """Positions of ring rank `rank`: chunks `rank` and `2 * ring_degree - 1 - rank`."""
+    chunks = split(seq_len, 2 * ring_degree)
+    return chunks[rank], chunks[2 * ring_degree - 1 - rank]

@@ -1,0 +1,58 @@
+"""Joining partial softmax results: out = sum_b exp(lse_b - lse) out_b with lse = log sum_b exp(lse_b).
+
+Online softmax (Milakov and Gimelshein 2018), as used between blocks by FlashAttention and Ring Attention.
+B batch, S sequence, H heads, D head_dim; lse is (B, S, H), natural log, -inf where a row has seen nothing.
+"""
+
+import torch
+from torch import Tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What partial results of `dtype` inputs accumulate in: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Merges a block's result into `out` (B, S, H, D) and `lse` (B, S, H), in place.
+
+    Rows with lse -inf on either side, or both, are exact: they weigh nothing.
+    """
+    total = torch.logaddexp(lse, block_lse)
+    # -inf - -inf is NaN; a row that neither side has seen keeps its output with any finite total.
+    weight = torch.exp(block_lse - total.masked_fill(total == -torch.inf, 0.0))
+    out.lerp_(block_out.to(out.dtype), weight.unsqueeze(-1))
+    lse.copy_(total)
+
+
+class Accumulator:
+    """The running output and lse of one rank's queries, a tile at a time.
+
+    A first result that covers everything is kept as it is, in the kernel's dtype, so a call that needs one tile costs no
+    pass over the output. Anything more accumulates in float32 (float64 for float64).
+    """
+
+    def __init__(self, query: Tensor, v_head_dim: int) -> None:
+        self._shape = (*query.shape[:-1], v_head_dim)
+        self._like = query.new_empty(0, dtype=accumulation_dtype(query.dtype))
+        self._dtype = query.dtype
+        self._out: Tensor | None = None
+        self._lse: Tensor | None = None
+
+    def add(self, rows: slice, heads: slice, out: Tensor, lse: Tensor) -> None:
+        """Merges the result for `rows` and `heads`. Takes ownership of `out` and `lse`."""
+        if self._out is None or self._lse is None:
+            if out.shape == self._shape:
+                self._out, self._lse = out, lse
+                return
+            self._out, self._lse = self._empty()
+        self._out = self._out.to(self._like.dtype)
+        merge_(self._out[:, rows, heads], self._lse[:, rows, heads], out, lse)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """The output in the query's dtype, and the lse; contiguous. Rows that saw nothing are 0 and -inf."""
+        out, lse = (self._out, self._lse) if self._out is not None and self._lse is not None else self._empty()
+        return out.to(self._dtype).contiguous(), lse.contiguous()
+
+    def _empty(self) -> tuple[Tensor, Tensor]:
+        return self._like.new_zeros(self._shape), self._like.new_full(self._shape[:-1], -torch.inf)

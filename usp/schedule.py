@@ -1,0 +1,67 @@
+"""Who computes what, at which hop: pure arithmetic that the ring, the sharder and the planner all read."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from usp import layouts
+from usp.mask import Mask, Tile, tiles
+from usp.positions import Positions, count
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The work of one attention call over a ring, decided by its values alone.
+
+    Attributes:
+        mask: which keys a query sees, on global positions.
+        layout: name of the layout that deals positions to ring ranks.
+        seq_len: global number of tokens.
+        ring_degree: number of ring ranks.
+    """
+
+    mask: Mask
+    layout: str
+    seq_len: int
+    ring_degree: int
+
+    def positions(self, rank: int) -> Positions:
+        """Global positions that ring rank `rank` holds."""
+        return _positions(self, rank)
+
+    def length(self, rank: int) -> int:
+        """Number of tokens that ring rank `rank` holds."""
+        return count(self.positions(rank))
+
+    def tiles(self, rank: int, owner: int) -> tuple[Tile, ...]:
+        """What rank `rank`'s queries see of rank `owner`'s keys, in local indices of both."""
+        return _tiles(self, rank, owner)
+
+    def work(self, rank: int) -> int:
+        """Visible (query, key) pairs that rank `rank` computes, per head."""
+        return sum(tile.area for owner in range(self.ring_degree) for tile in self.tiles(rank, owner))
+
+    @property
+    def hops(self) -> int:
+        """How often the blocks must move on: beyond the last hop no rank needs the block it would receive."""
+        return _hops(self)
+
+    def __str__(self) -> str:
+        """The fingerprint: equal text, equal work."""
+        return f"{self.mask} {self.layout} S={self.seq_len} R={self.ring_degree}"
+
+
+@lru_cache(maxsize=4096)
+def _positions(schedule: Schedule, rank: int) -> Positions:
+    return layouts.load(schedule.layout)(schedule.seq_len, schedule.ring_degree, rank)
+
+
+@lru_cache(maxsize=4096)
+def _tiles(schedule: Schedule, rank: int, owner: int) -> tuple[Tile, ...]:
+    return tiles(schedule.positions(rank), schedule.positions(owner), schedule.mask)
+
+
+@lru_cache(maxsize=1024)
+def _hops(schedule: Schedule) -> int:
+    ring = range(schedule.ring_degree)
+    needed = (hop for hop in reversed(ring) if any(schedule.tiles(rank, (rank - hop) % len(ring)) for rank in reversed(ring)))
+    return next(needed, 0)
