@@ -1,0 +1,79 @@
+"""Exact attention over a sequence sharded across processes: hybrid Ulysses + Ring sequence parallelism.
+
+`usp.positions`, `usp.shard` and `usp.attention` are functions, although modules of those names exist beside them
+(`from usp.positions import ...` reaches the module). Names load on first use: arithmetic needs no torch.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from usp.attention import USPAttention, attention
+    from usp.errors import AgreementError, InputError, KernelError, TopologyError, TransportError, USPError
+    from usp.mask import Band, Mask
+    from usp.schedule import Schedule
+    from usp.shard import positions, shard, unshard
+    from usp.topology import Topology
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AgreementError",
+    "Band",
+    "InputError",
+    "KernelError",
+    "Mask",
+    "Schedule",
+    "Topology",
+    "TopologyError",
+    "TransportError",
+    "USPAttention",
+    "USPError",
+    "attention",
+    "positions",
+    "shard",
+    "unshard",
+]
+
+_HOME = {
+    "AgreementError": "errors",
+    "Band": "mask",
+    "InputError": "errors",
+    "KernelError": "errors",
+    "Mask": "mask",
+    "Schedule": "schedule",
+    "Topology": "topology",
+    "TopologyError": "errors",
+    "TransportError": "errors",
+    "USPAttention": "attention",
+    "USPError": "errors",
+    "attention": "attention",
+    "positions": "shard",
+    "shard": "shard",
+    "unshard": "shard",
+}
+
+
+class _Package(ModuleType):
+    """Keeps a submodule from taking the name of a public function when it is imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    setattr(sys.modules[__name__], name, value)
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

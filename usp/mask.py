@@ -179,10 +179,7 @@ def area(rows: int, columns: int, band: Band) -> int:
 
     def at_most(offset: int) -> int:  # pairs with j - i <= offset: sum over i of clamp(i + offset + 1, 0, columns)
         return (
-            triangle(rows + offset)
-            - triangle(offset)
-            - triangle(rows + offset - columns)
-            + triangle(offset - columns)
+            triangle(rows + offset) - triangle(offset) - triangle(rows + offset - columns) + triangle(offset - columns)
         )
 
     above = rows * columns if band.hi is None else at_most(band.hi)

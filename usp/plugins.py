@@ -3,9 +3,12 @@
 import difflib
 import importlib
 import pkgutil
-from types import ModuleType
+from functools import cache
+from typing import Any, TypeVar
 
 from usp.errors import InputError
+
+T = TypeVar("T")
 
 
 def names(package: str) -> list[str]:
@@ -14,7 +17,7 @@ def names(package: str) -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(path) if m.name != "base" and not m.name.startswith("_"))
 
 
-def load(package: str, name: str) -> ModuleType:
+def load(package: str, name: str) -> Any:
     """The module `name` of `package`.
 
     Raises:
@@ -27,3 +30,18 @@ def load(package: str, name: str) -> ModuleType:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise InputError(f"unknown {kind} {name!r}: there are {', '.join(known)}{hint}")
     return importlib.import_module(f"{package}.{name}")
+
+
+@cache
+def load_class(package: str, name: str, base: type[T]) -> type[T]:
+    """The subclass of `base` that the module `name` of `package` defines.
+
+    Raises:
+        InputError: there is no such module.
+    """
+    module = load(package, name)
+    return next(
+        thing
+        for thing in vars(module).values()
+        if isinstance(thing, type) and issubclass(thing, base) and thing.__module__ == module.__name__
+    )

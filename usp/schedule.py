@@ -63,5 +63,7 @@ def _tiles(schedule: Schedule, rank: int, owner: int) -> tuple[Tile, ...]:
 @lru_cache(maxsize=1024)
 def _hops(schedule: Schedule) -> int:
     ring = range(schedule.ring_degree)
-    needed = (hop for hop in reversed(ring) if any(schedule.tiles(rank, (rank - hop) % len(ring)) for rank in reversed(ring)))
+    needed = (
+        hop for hop in reversed(ring) if any(schedule.tiles(rank, (rank - hop) % len(ring)) for rank in reversed(ring))
+    )
     return next(needed, 0)

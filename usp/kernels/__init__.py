@@ -19,12 +19,7 @@ def load(name: str) -> Kernel:
     Raises:
         InputError: no file of this folder has that name.
     """
-    module = plugins.load(__name__, name)
-    return next(
-        thing()
-        for thing in vars(module).values()
-        if isinstance(thing, type) and issubclass(thing, Kernel) and thing.__module__ == module.__name__
-    )
+    return plugins.load_class(__name__, name, Kernel)()
 
 
 def select(name: str, call: Call) -> str:

@@ -65,7 +65,9 @@ def _same_head_dim(*tensors: Tensor) -> list[Tensor]:
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
     def op(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         heads_first = (t.transpose(1, 2) for t in (q, k, v))
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*heads_first, 0.0, causal, attn_mask=bias, scale=scale)
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            *heads_first, 0.0, causal, attn_mask=bias, scale=scale
+        )
         return out.transpose(1, 2), lse.transpose(1, 2)
 
     if band in (FULL, CAUSAL):
@@ -125,7 +127,9 @@ def _row_blocks(q: Tensor, k: Tensor, band: Band) -> list[tuple[Tile, Tensor]]:
 
 def _fast_half(dtype: torch.dtype) -> bool:
     """Whether this CPU multiplies matrices of `dtype` faster than float32 ones: bfloat16 with AMX tiles."""
-    return dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported() and torch.cpu._is_amx_tile_supported()
+    return (
+        dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported() and torch.cpu._is_amx_tile_supported()
+    )
 
 
 # ---- CUDA ------------------------------------------------------------------------------------------------------------

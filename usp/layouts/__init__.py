@@ -1,7 +1,6 @@
 """Layouts: one function a file, `name(seq_len, ring_degree, rank) -> Positions`, found by the name of its file."""
 
 from collections.abc import Callable
-from typing import cast
 
 from usp import plugins
 from usp.positions import Positions
@@ -20,4 +19,4 @@ def load(name: str) -> Layout:
     Raises:
         InputError: no file of this folder has that name.
     """
-    return cast(Layout, getattr(plugins.load(__name__, name), name))
+    return getattr(plugins.load(__name__, name), name)

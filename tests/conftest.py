@@ -1,0 +1,33 @@
+"""Fixtures shared by all tests."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tests.pool import Pool
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """GPU tests run where there is a GPU."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and torch.cuda.is_available() is False"))
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Callable[[int], Pool]]:
+    """`pool(n)`: n gloo processes, started once a session (and again after a failure)."""
+    pools: dict[int, Pool] = {}
+
+    def get(world_size: int) -> Pool:
+        if world_size not in pools or not pools[world_size].alive:
+            pools[world_size] = Pool(world_size)
+        return pools[world_size]
+
+    yield get
+    for made in pools.values():
+        if made.alive:
+            made.close()

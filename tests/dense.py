@@ -1,0 +1,43 @@
+"""The independent oracle: dense attention from the definition, in float64, and the error that is reported against it."""
+
+from bisect import bisect_right
+
+import torch
+from torch import Tensor
+
+from usp.mask import Mask
+
+
+def visible(mask: Mask, seq_len: int) -> Tensor:
+    """Boolean (S, S): whether query i sees key j, pair by pair from the definition of a mask."""
+    offset = torch.arange(seq_len) - torch.arange(seq_len).unsqueeze(-1)
+    seen = torch.zeros(seq_len, seq_len, dtype=torch.bool)
+    for band in mask.bands:
+        lo = -seq_len if band.lo is None else band.lo
+        hi = seq_len if band.hi is None else band.hi
+        seen |= (offset >= lo) & (offset <= hi)
+    if mask.boundaries:
+        document = torch.tensor([bisect_right(mask.boundaries, i) for i in range(seq_len)])
+        seen &= document == document.unsqueeze(-1)
+    return seen
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seen: Tensor, scale: float | None = None):
+    """(out, lse, dq, dk, dv) of dense softmax attention in float64; (B, S, H, D) tensors, lse (B, S, H)."""
+    q, k, v = (t.detach().double().requires_grad_() for t in (q, k, v))
+    group = q.shape[2] // k.shape[2]
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(group, 2)) * (scale or q.shape[-1] ** -0.5)
+    lse = scores.masked_fill(~seen, -torch.inf).logsumexp(-1)
+    dead = ~seen.any(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf).masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, v.repeat_interleave(group, 2))
+    grads = torch.autograd.grad(out, (q, k, v), dout.double())
+    return out.detach(), lse.detach().transpose(1, 2), *grads
+
+
+def relative_error(x: Tensor, reference: Tensor) -> float:
+    """norm(x - ref) / norm(ref); where the reference is all but zero (a row that sees one key has dq = dk = 0), the
+    denominator is 1e-2 a element: a gradient of that size is noise beside inputs of size 1."""
+    reference = reference.double()
+    floor = 1e-2 * reference.numel() ** 0.5
+    return ((x.double() - reference).norm() / max(reference.norm().item(), floor)).item() if x.numel() else 0.0

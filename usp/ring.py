@@ -1,0 +1,227 @@
+"""Ring Attention: key/value blocks travel round the ring while each rank computes with the block it has.
+
+Forward merges the tiles' outputs by their log-sum-exp; backward walks the same tiles, and the gradients of a block follow
+it one hop behind and come home with the last message (Ring Attention, Liu et al. 2023). The walk knows nothing of layouts
+or masks: it reads tiles from the schedule.
+
+B batch, S this rank's sequence, H query heads, G kv heads, D head_dim of q and k, E head_dim of v.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from usp import kernels, transports
+from usp.heads import HeadRun, runs
+from usp.kernels.base import Kernel
+from usp.mask import Mask, Tile
+from usp.merge import Accumulator, accumulation_dtype
+from usp.schedule import Schedule
+from usp.transports.base import Group, Transport, flatten, unflatten
+from usp.transports.p2p import resolve
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One rank's end of a ring of attention.
+
+    Attributes:
+        schedule: which tiles each rank computes with each block.
+        transport: how blocks move.
+        kernel: how a tile is computed.
+        groups: number of query heads for each of this rank's kv heads.
+        scale: factor on the scores.
+    """
+
+    schedule: Schedule
+    transport: Transport
+    kernel: Kernel
+    groups: tuple[int, ...]
+    scale: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention of this rank's queries to every rank's keys.
+
+        Args:
+            q: (B, S, H, D), in the order of `schedule.positions`.
+            k: (B, S, G, D).
+            v: (B, S, G, E).
+
+        Returns:
+            Output (B, S, H, E) in q's dtype and lse (B, S, H), float32 (float64 for float64), both contiguous.
+        """
+        total = Accumulator(q, v.shape[-1])
+        for owner, (k_block, v_block), _ in self._walk(k, v):
+            for tile, heads in self._pieces(owner):
+                block = q[:, tile.q, heads.q], k_block[:, tile.k, heads.kv], v_block[:, tile.k, heads.kv]
+                out, lse = self.kernel.forward(*block, tile.band, self.scale)
+                total.add(tile.q, heads.q, out, lse)
+        return total.result()
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of `forward`'s inputs, given its outputs and the gradient of its output.
+
+        Every rank's share of dk and dv is summed in float32 (float64 for float64).
+        """
+        wide = accumulation_dtype(q.dtype)
+        dq = q.new_zeros(q.shape, dtype=wide)
+        dkv = k.new_zeros(k.numel() + v.numel(), dtype=wide)
+        for owner, (k_block, v_block), grads in self._walk(k, v, dkv):
+            for tile, heads in self._pieces(owner):
+                rows, columns = (slice(None), tile.q, heads.q), (slice(None), tile.k, heads.kv)
+                block = dout[rows], q[rows], k_block[columns], v_block[columns], out[rows], lse[rows]
+                shares = self.kernel.backward(*block, tile.band, self.scale)
+                for total, at, share in zip((dq, *grads), (rows, columns, columns), shares, strict=True):
+                    total[at] += share
+        dk, dv = unflatten(dkv, (k.shape, v.shape))
+        return dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
+
+    def _walk(
+        self, k: Tensor, v: Tensor, dkv: Tensor | None = None
+    ) -> Iterator[tuple[int, list[Tensor], list[Tensor]]]:
+        """Every block that comes by, as (owner, [k, v], [dk, dv] to add to); k and v travel as one message."""
+        schedule, transport = self.schedule, self.transport
+        lengths = [schedule.length(rank) for rank in range(transport.size)]
+        shapes = [[(t.shape[0], length, *t.shape[2:]) for t in (k, v)] for length in lengths]
+        numels = [sum(map(_numel, pair)) for pair in shapes]
+        own = flatten([k, v]) if schedule.hops else k.new_empty(0)
+        for owner, block, share in transport.circulate(own, numels, schedule.hops, dkv):
+            pair = [k, v] if owner == transport.rank else unflatten(block, shapes[owner])
+            yield owner, pair, [] if share is None else unflatten(share, shapes[owner])
+
+    def _pieces(self, owner: int) -> Iterator[tuple[Tile, HeadRun]]:
+        """The kernel calls for one block."""
+        for tile in self.schedule.tiles(self.transport.rank, owner):
+            for heads in runs(self.groups):
+                yield tile, heads
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a ring is made of, as plain values, so that it can be the argument of an op.
+
+    Attributes:
+        mask: `str(Mask)`.
+        layout: name of the layout.
+        ring_degree: size of the ring.
+        transport: name of the transport.
+        kernel: name of the kernel.
+        groups: number of query heads for each of this rank's kv heads.
+        scale: factor on the scores.
+    """
+
+    mask: str
+    layout: str
+    ring_degree: int
+    transport: str
+    kernel: str
+    groups: tuple[int, ...]
+    scale: float
+
+    def ring(self, seq_len: int, group: Group) -> Ring:
+        """The ring for a sequence of `seq_len` tokens over a group."""
+        schedule = Schedule(_parse(self.mask), self.layout, seq_len, self.ring_degree)
+        transport = transports.load(self.transport, group)
+        return Ring(schedule, transport, kernels.load(self.kernel), self.groups, self.scale)
+
+
+_parse = lru_cache(maxsize=256)(Mask.parse)
+
+
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, seq_len: int, group: Group
+) -> tuple[Tensor, Tensor]:
+    """`Ring.forward` with gradients, over a torch process group, a local one, or (None) one rank alone.
+
+    Returns:
+        Output and lse. A gradient may flow into the output only.
+    """
+    if group is None or isinstance(group, torch.distributed.ProcessGroup):
+        name = "" if group is None else group.group_name
+        return torch.ops.usp.attention(query, key, value, _encode(recipe), name, seq_len)
+    return _Attention.apply(recipe.ring(seq_len, group), query, key, value)  # pyright: ignore[reportReturnType]
+
+
+@lru_cache(maxsize=256)
+def _encode(recipe: Recipe) -> str:
+    return json.dumps(vars(recipe))
+
+
+@lru_cache(maxsize=256)
+def _decode(text: str) -> Recipe:
+    fields = json.loads(text)
+    return Recipe(**fields | {"groups": tuple(fields["groups"])})
+
+
+@torch.library.custom_op("usp::attention", mutates_args=())
+def attention_op(q: Tensor, k: Tensor, v: Tensor, recipe: str, group: str, seq_len: int) -> tuple[Tensor, Tensor]:
+    """The forward op: its handle `torch.ops.usp.attention.default` is what selective checkpointing can save."""
+    return _decode(recipe).ring(seq_len, resolve(group)).forward(q, k, v)
+
+
+@attention_op.register_fake
+def _(q, k, v, recipe, group, seq_len):
+    lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), lse
+
+
+@torch.library.custom_op("usp::attention_backward", mutates_args=())
+def attention_backward_op(
+    tensors: list[Tensor], recipe: str, group: str, seq_len: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward op; `tensors` are dout, q, k, v, out, lse."""
+    dout, q, k, v, out, lse = tensors
+    return _decode(recipe).ring(seq_len, resolve(group)).backward(dout, q, k, v, out, lse)
+
+
+@attention_backward_op.register_fake
+def _(tensors, recipe, group, seq_len):
+    return tuple(t.new_empty(t.shape) for t in tensors[1:4])
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    q, k, v, *ctx.plain = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dout, dlse):
+    grads = attention_backward_op(_gradient_of_output(ctx, dout, dlse), *ctx.plain)
+    return *grads, None, None, None
+
+
+attention_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _Attention(torch.autograd.Function):
+    """The same for rings that have no name to pass to an op: threads of one process."""
+
+    @staticmethod
+    def forward(ctx, ring: Ring, q, k, v):
+        output = ring.forward(q, k, v)
+        ctx.ring = ring
+        ctx.save_for_backward(q, k, v, *output)
+        ctx.set_materialize_grads(False)
+        return output
+
+    @staticmethod
+    def backward(ctx, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, *ctx.ring.backward(*_gradient_of_output(ctx, dout, dlse))
+
+
+def _gradient_of_output(ctx, dout: Tensor | None, dlse: Tensor | None) -> list[Tensor]:
+    """Dout and what forward saved. A gradient of lse would have to enter every tile: it is refused, not dropped."""
+    if dlse is not None:
+        raise NotImplementedError("usp attention has no gradient with respect to lse: use lse.detach()")
+    q, k, v, out, lse = ctx.saved_tensors
+    return [torch.zeros_like(out) if dout is None else dout.contiguous(), q, k, v, out, lse]

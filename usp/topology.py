@@ -1,0 +1,286 @@
+"""The 2-D grid of processes: which rank is where on the Ulysses and the ring axis, and the groups that connect them.
+
+Ranks on the Ulysses axis exchange heads (all-to-all, inside a node), ranks on the ring axis pass keys and values on
+(across nodes). What remains of the world is data parallel. Mesh axes are named ("ring", "ulysses"), ulysses innermost.
+"""
+
+import json
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import lru_cache
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from usp.agreement import Agreement
+from usp.errors import TopologyError
+from usp.placement import Grid, place
+from usp.transports.base import Group
+
+GroupMaker = Callable[[str, tuple[int, ...], int], Group]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the ranks of a topology keep in step.
+
+    Attributes:
+        check: when they compare the arguments of a call before communicating: "first" (each new combination of shapes,
+            dtypes and arguments), "always", or "off".
+        timeout: how long they wait for each other there.
+    """
+
+    check: str = "first"
+    timeout: timedelta = timedelta(minutes=5)
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One axis of the grid as this rank sees it.
+
+    Attributes:
+        name: "ulysses" or "ring".
+        ranks: global ranks along it, in order.
+        rank: this rank's index on it.
+        group: their group; None for an axis of size 1.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    group: Group = field(repr=False)
+
+    @property
+    def degree(self) -> int:
+        """Number of ranks along the axis."""
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, eq=False)
+class Topology:
+    """A world cut into grids of ring x ulysses ranks. Made by `build` or `from_mesh`.
+
+    Attributes:
+        rank: this process's global rank.
+        grids: every grid as global ranks, `grids[data][ring][ulysses]`.
+        nodes: the node of every global rank, "?" where unknown.
+        ulysses: the axis inside the node.
+        ring: the axis across nodes.
+        agreement: how the ranks of this grid compare arguments; None for a grid of one rank.
+    """
+
+    rank: int
+    grids: tuple[Grid, ...]
+    nodes: tuple[str, ...]
+    ulysses: Axis
+    ring: Axis
+    agreement: Agreement | None = field(repr=False)
+
+    @classmethod
+    def build(
+        cls,
+        ulysses_degree: int = 1,
+        ring_degree: int = 1,
+        *,
+        allow_cross_node: bool = False,
+        nodes: Sequence[str] | None = None,
+        check: str = "first",
+        timeout: timedelta = Options.timeout,
+    ) -> "Topology":
+        """Builds the grids over the default process group; every rank of it must call. The rest is data parallel.
+
+        The same arguments asked for twice give the same object, and groups are built once.
+
+        Args:
+            ulysses_degree: ranks of a Ulysses group.
+            ring_degree: ranks of a ring.
+            allow_cross_node: accept Ulysses groups that span nodes.
+            nodes: the node of every global rank; by default the ranks tell each other their host names and torchrun's
+                GROUP_RANK.
+            check: when ranks compare the arguments of a call: "first" time, "always", or "off".
+            timeout: how long they wait for each other there.
+
+        Raises:
+            TopologyError: the degrees do not fit the world or its nodes, or no process group is initialised.
+        """
+        if not dist.is_initialized():
+            if (ulysses_degree, ring_degree) != (1, 1):
+                raise TopologyError(
+                    f"ulysses_degree={ulysses_degree} x ring_degree={ring_degree} needs a process group and none is "
+                    "initialised: start with `torchrun --nproc-per-node "
+                    f"{ulysses_degree * ring_degree} your_script.py` and call torch.distributed.init_process_group() "
+                    "first, or try it in one process with usp.transports.local.run"
+                )
+            return assemble(0, (((0,),),), ("?",), None, lambda *_: None, Options())
+        named = None if nodes is None else tuple(nodes)
+        options = Options(check, timeout)
+        return _build(dist.group.WORLD, ulysses_degree, ring_degree, allow_cross_node, named, options)
+
+    @classmethod
+    def from_mesh(
+        cls,
+        mesh: DeviceMesh,
+        ulysses: str | None = "ulysses",
+        ring: str | None = "ring",
+        *,
+        options: Options | None = None,
+    ) -> "Topology":
+        """Takes the axes from a DeviceMesh, whose groups are used as they are.
+
+        Args:
+            mesh: any mesh, of any number of dimensions; the other ones count as data parallel.
+            ulysses: name of the Ulysses axis, or None for degree 1.
+            ring: name of the ring axis, or None for degree 1.
+            options: how ranks keep in step.
+
+        Raises:
+            TopologyError: the mesh has no such axis, or this rank is not in the mesh.
+        """
+        names = mesh.mesh_dim_names or ()
+        for axis in (ulysses, ring):
+            if axis is not None and axis not in names:
+                raise TopologyError(
+                    f"the mesh has no axis {axis!r}; its axes are {names or 'unnamed'}: "
+                    "name them with mesh_dim_names, or pass None for an axis of degree 1"
+                )
+        if mesh.get_coordinate() is None:
+            raise TopologyError(f"rank {dist.get_rank()} is not in the mesh {mesh.mesh.tolist()}")
+        wanted = [names.index(axis) for axis in (ring, ulysses) if axis is not None]
+        others = [dim for dim in range(mesh.ndim) if dim not in wanted]
+        shape = [1 if axis is None else mesh.size(names.index(axis)) for axis in (ring, ulysses)]
+        grids = mesh.mesh.permute(*others, *wanted).reshape(-1, *shape).tolist()
+        grids = tuple(tuple(tuple(row) for row in grid) for grid in grids)
+        by_name = {"ulysses": ulysses, "ring": ring}
+
+        def group(axis: str, ranks: tuple[int, ...], rank: int) -> Group:
+            return mesh.get_group(by_name[axis]) if len(ranks) > 1 else None
+
+        options = options or Options()
+        store = dist.distributed_c10d._get_default_store()
+        return assemble(
+            dist.get_rank(),
+            grids,
+            _nodes(store, tuple(sorted(mesh.mesh.flatten().tolist())), options),
+            store,
+            group,
+            options,
+        )
+
+    def __deepcopy__(self, memo: dict) -> "Topology":
+        """A topology stands for process groups, of which there is one: copies of a model share it."""
+        return self
+
+    @property
+    def data_rank(self) -> int:
+        """Which grid this rank is in: ranks of one grid hold shards of the same samples."""
+        return next(i for i, grid in enumerate(self.grids) if any(self.rank in row for row in grid))
+
+    @property
+    def data_degree(self) -> int:
+        """Number of grids."""
+        return len(self.grids)
+
+    @property
+    def sequence_degree(self) -> int:
+        """Number of ranks that share a sequence: ring degree x Ulysses degree."""
+        return self.ring.degree * self.ulysses.degree
+
+    def describe(self) -> str:
+        """A table of nodes and their ranks with everyone's coordinates, and which groups cross nodes."""
+        place = {
+            rank: f"{rank}: d{d} r{r} u{u}"
+            for d, grid in enumerate(self.grids)
+            for r, row in enumerate(grid)
+            for u, rank in enumerate(row)
+        }
+        width = max(map(len, place.values()))
+        lines = [
+            f"ring {self.ring.degree} x ulysses {self.ulysses.degree} x data {self.data_degree}"
+            " (rank: d data, r ring, u ulysses)"
+        ]
+        for node in dict.fromkeys(self.nodes[rank] for rank in sorted(place)):
+            cells = (text.ljust(width) for rank, text in sorted(place.items()) if self.nodes[rank] == node)
+            lines.append(f"  node {node} | " + " | ".join(cells))
+        for name, groups in (("ulysses", _rows(self.grids)), ("ring", _columns(self.grids))):
+            crossing = [group for group in groups if len({self.nodes[rank] for rank in group}) > 1]
+            lines.append(f"  {name} groups that cross nodes: {crossing or 'none'}")
+        return "\n".join(lines)
+
+
+def assemble(
+    rank: int,
+    grids: tuple[Grid, ...],
+    nodes: tuple[str, ...],
+    store: dist.Store | None,
+    group: GroupMaker,
+    options: Options,
+) -> Topology:
+    """The topology as `rank` sees it; `group(axis, ranks, rank)` gives the group of an axis."""
+    grid = next(grid for grid in grids if any(rank in row for row in grid))
+    r, row = next((r, row) for r, row in enumerate(grid) if rank in row)
+    u = row.index(rank)
+    column = tuple(other[u] for other in grid)
+    members = [member for line in grid for member in line]
+    agreement = None
+    if store is not None and len(members) > 1:
+        agreement = Agreement(store, "attention", members, rank, options.timeout, options.check)
+    return Topology(
+        rank, grids, nodes, Axis("ulysses", row, u, group("ulysses", row, rank)),
+        Axis("ring", column, r, group("ring", column, rank)), agreement,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=16)
+def _build(
+    world: dist.ProcessGroup,
+    ulysses_degree: int,
+    ring_degree: int,
+    allow_cross_node: bool,
+    nodes: tuple[str, ...] | None,
+    options: Options,
+) -> Topology:
+    """Cached by the default process group, so that each layer of a model may ask and groups are built once."""
+    store = dist.distributed_c10d._get_default_store()
+    everyone = tuple(range(world.size()))
+    if nodes is None:
+        nodes = _nodes(store, everyone, options)
+    elif len(nodes) != len(everyone):
+        raise TopologyError(f"nodes names {len(nodes)} ranks and the world has {len(everyone)}: name each rank's node")
+    grids = place(nodes, ulysses_degree, ring_degree, allow_cross_node)
+    groups: dict[tuple[int, ...], Group] = {}
+    for ranks in [*_rows(grids), *_columns(grids)]:  # every rank creates every group, in the same order
+        if ranks == everyone:
+            groups[ranks] = world
+        elif len(ranks) > 1:
+            order = {} if sorted(ranks) == list(ranks) else {"sort_ranks": False}
+            groups[ranks] = dist.new_group(list(ranks), **order)
+    return assemble(world.rank(), grids, nodes, store, lambda _, ranks, __: groups.get(ranks), options)
+
+
+def _rows(grids: tuple[Grid, ...]) -> list[tuple[int, ...]]:
+    """The Ulysses groups of all grids."""
+    return [row for grid in grids for row in grid]
+
+
+def _columns(grids: tuple[Grid, ...]) -> list[tuple[int, ...]]:
+    """The rings of all grids."""
+    return [column for grid in grids for column in zip(*grid, strict=True)]
+
+
+def _nodes(store: dist.Store, ranks: tuple[int, ...], options: Options) -> tuple[str, ...]:
+    """The node of every global rank: its host name, and torchrun's number of its agent where a host has several.
+
+    Ranks outside `ranks` are on "?".
+    """
+    here = Agreement(store, "nodes", ranks, dist.get_rank(), options.timeout)
+    note = json.dumps([socket.gethostname(), os.environ.get("GROUP_RANK", "0")])
+    told = dict(zip(ranks, map(json.loads, here.gather(note)), strict=True))
+    agents: dict[str, set[str]] = defaultdict(set)
+    for host, agent in told.values():
+        agents[host].add(agent)
+    names = {rank: host if len(agents[host]) == 1 else f"{host}/{agent}" for rank, (host, agent) in told.items()}
+    return tuple(names.get(rank, "?") for rank in range(dist.get_world_size()))

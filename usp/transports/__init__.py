@@ -1,0 +1,43 @@
+"""Transports: how blocks move between the ranks of one axis. One file each, found by name."""
+
+from usp import plugins
+from usp.errors import InputError
+from usp.transports.base import Flight, Group, Transport
+
+__all__ = ["AUTO", "Flight", "Group", "Transport", "load", "names", "select"]
+
+AUTO = ("p2p", "local")
+"""What `transport="auto"` is: the first of these that runs over the topology's groups."""
+
+
+def names() -> list[str]:
+    """The transports in this folder."""
+    return plugins.names(__name__)
+
+
+def load(name: str, group: Group) -> Transport:
+    """This rank's end of `group` by the transport called `name` ("auto": the default one for that kind of group).
+
+    Raises:
+        InputError: no file of this folder has that name, or it does not run over that kind of group.
+    """
+    return _kind(select(name, group))(group)
+
+
+def select(name: str, group: Group) -> str:
+    """The name of the transport to use over `group`: `name` itself, or for "auto" the first that runs over it.
+
+    Raises:
+        InputError: no file of this folder has that name, or it does not run over that kind of group.
+    """
+    for candidate in AUTO if name == "auto" else (name,):
+        if isinstance(group, _kind(candidate).group_types):
+            return candidate
+    raise InputError(
+        f"transport {name!r} does not run over a group of type {type(group).__name__}; "
+        f"of {', '.join(names())} these do: {', '.join(n for n in names() if isinstance(group, _kind(n).group_types))}"
+    )
+
+
+def _kind(name: str) -> type[Transport]:
+    return plugins.load_class(__name__, name, Transport)
