@@ -1,19 +1,39 @@
 """Ranks compare notes through the rendezvous store before they communicate, so that a mismatch is an error, not a hang.
 
 A collective cannot do this: a rank that disagrees may never enter it. Every note is numbered by call, every wait is
-bounded, and the first member of the group collects the notes and publishes one verdict, so the store sees O(ranks) keys.
+bounded, and the first member of the group collects the notes and publishes one verdict, so the store sees O(ranks)
+keys.
 """
 
 import json
 import time
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from usp.errors import AgreementError
+from usp.errors import AgreementError, InputError
 
 Facts = Mapping[str, Hashable]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the ranks of a topology keep in step.
+
+    Attributes:
+        check: when they compare the arguments of a call before communicating: "first" (each new combination of shapes,
+            dtypes and arguments), "always", or "off".
+        timeout: how long they wait for each other there.
+    """
+
+    check: str = "first"
+    timeout: timedelta = timedelta(minutes=5)
+
+    def __post_init__(self) -> None:
+        if self.check not in ("first", "always", "off"):
+            raise InputError(f"check is {self.check!r}: it must be 'first', 'always' or 'off'")
 
 
 class Agreement:
@@ -24,16 +44,11 @@ class Agreement:
         name: the same on all members; several agreements of one name are told apart by the order of their creation.
         members: global ranks; the first collects.
         rank: this process's global rank.
-        timeout: how long to wait for the slowest member.
-        check: "first" compares facts the first time they are seen, "always" on every call, "off" never.
+        options: when to compare, and how long to wait for the slowest member.
     """
 
-    def __init__(
-        self, store: dist.Store, name: str, members: Sequence[int], rank: int, timeout: timedelta, check: str = "first"
-    ) -> None:
-        if check not in ("first", "always", "off"):
-            raise ValueError(f"check is {check!r}: it must be 'first', 'always' or 'off'")
-        self.members, self.rank, self.timeout, self.check = tuple(members), rank, timeout, check
+    def __init__(self, store: Store, name: str, members: Sequence[int], rank: int, options: Options) -> None:
+        self.members, self.rank, self.options = tuple(members), rank, options
         self._store = store
         self._name = f"usp/{name}/{','.join(map(str, members))}"
         self._name += f"/{store.add(f'{self._name}/{rank}', 1)}"
@@ -56,7 +71,7 @@ class Agreement:
             self._forget(self._calls - 1, "verdict")
         else:
             grace = timedelta(seconds=10)  # the leader's own verdict on who is missing comes first
-            found = self._get(self._key("verdict"), self.timeout + grace)
+            found = self._get(self._key("verdict"), self.options.timeout + grace)
             verdict = [f"-{self._missing(leader)}"] if found is None else json.loads(found)
         self._forget(self._calls - 1, self.rank)
         failures = [f"rank {m}: {text[1:]}" for m, text in zip(self.members, verdict, strict=False) if text[0] == "-"]
@@ -70,10 +85,10 @@ class Agreement:
         Raises:
             AgreementError: some differ; the message names the rank and each fact that differs.
         """
-        if self.check == "off":
+        if self.options.check == "off":
             return
         known = tuple(facts.items())
-        if self.check == "first" and known in self._seen:
+        if self.options.check == "first" and known in self._seen:
             return
         notes = [json.loads(note) for note in self.gather(json.dumps({k: str(v) for k, v in facts.items()}))]
         differing = [
@@ -90,7 +105,7 @@ class Agreement:
 
     def object(self, reason: str) -> None:
         """Tells the members that wait for this rank's note that there will be none, and why. Does not wait."""
-        if self.check == "off":
+        if self.options.check == "off":
             return
         self._calls += 1
         self._put(self._key(self.rank), "-" + reason)
@@ -98,7 +113,7 @@ class Agreement:
             self._put(self._key("verdict"), json.dumps(["-" + reason]))
 
     def _collect(self) -> list[str]:
-        deadline = time.monotonic() + self.timeout.total_seconds()
+        deadline = time.monotonic() + self.options.timeout.total_seconds()
         notes = []
         for member in self.members:
             left = timedelta(seconds=max(deadline - time.monotonic(), 0.01))
@@ -109,7 +124,7 @@ class Agreement:
     def _missing(self, member: int) -> str:
         last = self._get(f"{self._name}/{member}/last", timedelta(milliseconds=10))
         did = "it has made no call yet" if last is None else f"its last was {last}"
-        return f"did not arrive at call {self._calls} within {self.timeout.total_seconds():g} s ({did})"
+        return f"did not arrive at call {self._calls} within {self.options.timeout.total_seconds():g} s ({did})"
 
     def _key(self, who: int | str) -> str:
         return f"{self._name}/{self._calls}/{who}"

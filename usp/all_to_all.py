@@ -1,8 +1,8 @@
 """The Ulysses exchange: sequence shards become head shards and back (DeepSpeed-Ulysses, Jacobs et al. 2023).
 
-One function in two directions, each the gradient of the other: every rank sends each peer the part of its tensors that the
-peer holds in the other sharding. q, k and v travel in one message a peer, heads and sequence may be cut unevenly, and a kv
-head that several ranks use is sent to each of them; on the way back their gradients are summed.
+One function in two directions, each the gradient of the other: every rank sends each peer the part of its tensors that
+the peer holds in the other sharding. q, k and v travel in one message a peer, heads and sequence may be cut unevenly,
+and a kv head that several ranks use is sent to each of them; on the way back their gradients are summed.
 
 B batch, S sequence, H heads, D head_dim.
 """

@@ -18,7 +18,7 @@ from usp import kernels, layouts, transports
 from usp.all_to_all import Deal, all_to_all
 from usp.errors import InputError, USPError
 from usp.heads import groups
-from usp.kernels.base import Call
+from usp.kernels.base import Call, Kernel
 from usp.mask import CAUSAL, Mask
 from usp.positions import split
 from usp.ring import Recipe, ring_attention
@@ -47,28 +47,28 @@ class MaskOptions(TypedDict, total=False):
     enable_gqa: bool
 
 
-class AttentionOptions(MaskOptions, total=False):
-    """`MaskOptions`, and how attention is computed: see `USPAttention`."""
+@dataclass(frozen=True)
+class _Config:
+    """`USPAttention`'s arguments with the names looked up: a wrong one is an error when the model is built."""
 
+    topology: Topology
     layout: str
-    kernel: str
+    candidates: dict[str, Kernel]
     transport: str
     scale: float | None
 
-
-@dataclass(frozen=True)
-class _Config:
-    topology: Topology
-    layout: str = "contiguous"
-    kernel: str = "auto"
-    transport: str = "auto"
-    scale: float | None = None
-
-    def __post_init__(self) -> None:
-        layouts.load(self.layout)
-        if self.kernel != "auto":
-            kernels.load(self.kernel)
-        transports.select(self.transport, self.topology.ring.group)
+    @classmethod
+    def of(
+        cls,
+        topology: Topology,
+        layout: str = "contiguous",
+        kernel: str = "auto",
+        transport: str = "auto",
+        scale: float | None = None,
+    ) -> "_Config":
+        layouts.load(layout)
+        name = transports.select(transport, topology.ring.group)
+        return cls(topology, layout, kernels.candidates(kernel), name, None if scale is None else float(scale))
 
 
 class USPAttention(nn.Module):
@@ -79,7 +79,8 @@ class USPAttention(nn.Module):
         ring_degree: ranks that pass keys and values round.
         topology: a grid of processes built before, instead of the degrees; otherwise one is built over the default
             process group, once for all modules of these degrees.
-        layout: how positions are dealt to ring ranks: "contiguous" for shards sliced by hand; "zigzag" or "striped", with
+        layout: how positions are dealt to ring ranks: "contiguous" for shards sliced by hand; "zigzag" or "striped",
+        with
             shards from `usp.shard`, balance causal work.
         kernel: "auto" (torch's flash attention, else the reference), or a name: "sdpa", "flash_attn", "reference".
         transport: "auto" ("p2p"), or a name: "p2p", "all_gather".
@@ -110,7 +111,7 @@ class USPAttention(nn.Module):
                 f"ulysses_degree={ulysses_degree} and ring_degree={ring_degree} contradict the topology, which is "
                 f"ulysses {degrees[0]} x ring {degrees[1]}: leave them out, or give the same"
             )
-        self.config = _Config(topology, layout, kernel, transport, scale)
+        self.config = _Config.of(topology, layout, kernel, transport, scale)
 
     @property
     def topology(self) -> Topology:
@@ -139,7 +140,7 @@ class USPAttention(nn.Module):
 
         Returns:
             (B, S_local, H, E) in query's dtype; with `return_lse` also (B, S_local, H), float32 (float64 for float64),
-            natural log, -inf for a query that sees nothing. lse has no gradient.
+            natural log, -inf for a query that sees nothing.
 
         Raises:
             InputError: an argument that cannot be right; found before any communication.
@@ -152,7 +153,8 @@ class USPAttention(nn.Module):
         """What `print(module)` shows."""
         c = self.config
         degrees = f"ulysses_degree={c.topology.ulysses.degree}, ring_degree={c.topology.ring.degree}"
-        return f"{degrees}, layout={c.layout!r}, kernel={c.kernel!r}, transport={c.transport!r}, scale={c.scale}"
+        kernel = " or ".join(c.candidates)
+        return f"{degrees}, layout={c.layout!r}, kernel={kernel!r}, transport={c.transport!r}, scale={c.scale}"
 
 
 def attention(
@@ -161,13 +163,17 @@ def attention(
     value: Tensor,
     *,
     topology: Topology,
+    layout: str = "contiguous",
+    scale: float | None = None,
     seq_len: int | None = None,
     return_lse: bool = False,
-    **options: Unpack[AttentionOptions],
+    **which: Unpack[MaskOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`USPAttention` as a function: see its constructor and `forward` for arguments, results and errors."""
-    how = {name: options.pop(name) for name in ("layout", "kernel", "transport", "scale") if name in options}
-    return _attend((query, key, value), _Config(topology, **how), seq_len, return_lse, options)
+    """`USPAttention` as a function: see its constructor and `forward` for arguments, results and errors.
+
+    A model asks for a particular kernel or transport through `USPAttention`.
+    """
+    return _attend((query, key, value), _Config.of(topology, layout, scale=scale), seq_len, return_lse, which)
 
 
 def _attend(
@@ -196,14 +202,14 @@ def _attend(
         agreement.confirm(_facts(qkv, recipe, seq_len, ulysses.degree))
     _recommend_balance(config, mask)
 
-    heads, kv_heads = qkv[0].shape[2], qkv[1].shape[2]
+    heads, kv_heads = _heads(qkv)
     query, key, value = all_to_all(qkv, Deal(heads, (heads, kv_heads, kv_heads), lengths), True, ulysses.group)
     out, lse = ring_attention(query, key, value, recipe, seq_len, ring.group)
     back = Deal(heads, (heads,), lengths)
     (out,) = all_to_all([out], back, False, ulysses.group)
     if not return_lse:
         return out
-    (lse,) = all_to_all([lse.detach().unsqueeze(-1)], back, False, ulysses.group)
+    (lse,) = all_to_all([lse.unsqueeze(-1)], back, False, ulysses.group)
     return out, lse.squeeze(-1)
 
 
@@ -215,11 +221,16 @@ def _recipe(qkv: tuple[Tensor, Tensor, Tensor], config: _Config, mask: Mask) -> 
         mask=str(mask),
         layout=config.layout,
         ring_degree=ring.degree,
-        transport=transports.select(config.transport, ring.group),
-        kernel=kernels.select(config.kernel, call),
-        groups=groups(query.shape[2], key.shape[2], ulysses.degree, ulysses.rank),
-        scale=query.shape[-1] ** -0.5 if config.scale is None else config.scale,
+        transport=config.transport,
+        kernel=kernels.select(config.candidates, call),
+        groups=groups(*_heads(qkv), ulysses.degree, ulysses.rank),
+        scale=call.head_dim**-0.5 if config.scale is None else config.scale,
     )
+
+
+def _heads(qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[int, int]:
+    """Numbers of query and kv heads."""
+    return qkv[0].shape[2], qkv[1].shape[2]
 
 
 def _facts(qkv: tuple[Tensor, Tensor, Tensor], recipe: Recipe, seq_len: int, ulysses_degree: int) -> dict:
@@ -257,15 +268,14 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, ulysses_degree: in
                 f"query, key and value must share dtype and device: query has {query.dtype} on {query.device}, "
                 f"{name} has {t.dtype} on {t.device}"
             )
-    given = ", ".join(f"{name} {tuple(t.shape)}" for name, t in shapes.items())
     batch, length, heads, head_dim = query.shape
     kv_heads = key.shape[2]
     if batch == 0:
-        raise InputError(f"the batch is empty: {given}")
+        raise InputError(f"the batch is empty: query has shape {tuple(query.shape)}")
     if key.shape[:2] != (batch, length) or value.shape[:3] != key.shape[:3] or key.shape[3] != head_dim:
         raise InputError(
             "query, key and value must agree in batch and sequence, query and key in head_dim, key and value in heads: "
-            f"got {given}"
+            f"got query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
         )
     if min(heads, kv_heads, head_dim, value.shape[3]) == 0 or heads % kv_heads:
         raise InputError(
@@ -285,10 +295,10 @@ def _check_options(qkv: tuple[Tensor, Tensor, Tensor], which: MaskOptions) -> No
         raise TypeError(f"unknown argument {', '.join(unknown)}: there are {', '.join(MaskOptions.__annotations__)}")
     if which.get("dropout_p", 0.0) != 0.0:
         raise InputError(
-            f"dropout_p is {which.get('dropout_p')}: attention dropout is not supported (its random numbers would have to "
-            "follow the blocks round the ring); pass 0"
+            f"dropout_p is {which.get('dropout_p')}: attention dropout is not supported (its random numbers would "
+            "have to follow the blocks round the ring); pass 0"
         )
-    heads, kv_heads = qkv[0].shape[2], qkv[1].shape[2]
+    heads, kv_heads = _heads(qkv)
     if which.get("enable_gqa") is False and heads != kv_heads:
         raise InputError(f"enable_gqa is False, and query has {heads} heads where key/value have {kv_heads}")
 
@@ -318,11 +328,11 @@ def _mask(which: MaskOptions) -> Mask:
 
 def _recommend_balance(config: _Config, mask: Mask) -> None:
     ring, first = config.topology.ring, config.topology.grids[0][0][0]
-    if config.layout == "contiguous" and ring.degree > 1 and mask == Mask((CAUSAL,)) and config.topology.rank == first:
-        if not torch.compiler.is_compiling():
-            slow = 2 - 1 / ring.degree
-            warnings.warn(
-                f"causal attention over a ring of {ring.degree} in the contiguous layout takes {slow:.2f} times as long as "
-                'in "zigzag": the last rank has the most work. Shard with usp.shard(..., layout="zigzag")',
-                stacklevel=5,
-            )
+    if config.layout != "contiguous" or ring.degree == 1 or mask != Mask((CAUSAL,)) or config.topology.rank != first:
+        return
+    if not torch.compiler.is_compiling():
+        warnings.warn(
+            f"causal attention over a ring of {ring.degree} in the contiguous layout takes {2 - 1 / ring.degree:.2f} "
+            'times as long as in "zigzag", as the last rank has the most work: shard with layout="zigzag"',
+            stacklevel=4,
+        )

@@ -9,7 +9,8 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, pairwise
 
 from usp.errors import InputError
 from usp.positions import Positions
@@ -72,7 +73,7 @@ class Mask:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bands", _unite(self.bands))
-        ascending = all(a < b for a, b in zip(self.boundaries, self.boundaries[1:], strict=False))
+        ascending = all(a < b for a, b in pairwise(self.boundaries))
         if self.boundaries and (self.boundaries[0] != 0 or not ascending):
             raise InputError(
                 f"document boundaries must start at 0 and ascend, got {_brief(self.boundaries)}; "
@@ -147,6 +148,7 @@ class Mask:
         return bands + ("@" + ",".join(map(str, self.boundaries)) if self.boundaries else "")
 
     @classmethod
+    @lru_cache(maxsize=256)
     def parse(cls, text: str) -> "Mask":
         """Reads `str(mask)` back."""
         bands, _, boundaries = text.partition("@")

@@ -28,8 +28,8 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
 class Accumulator:
     """The running output and lse of one rank's queries, a tile at a time.
 
-    A first result that covers everything is kept as it is, in the kernel's dtype, so a call that needs one tile costs no
-    pass over the output. Anything more accumulates in float32 (float64 for float64).
+    A first result that covers everything is kept as it is, in the kernel's dtype, so a call that needs one tile costs
+    no pass over the output. Anything more accumulates in float32 (float64 for float64).
     """
 
     def __init__(self, query: Tensor, v_head_dim: int) -> None:

@@ -4,6 +4,8 @@ Contiguous is one range, zigzag is two, striped is one range with a step. No ten
 reason about a layout, so everything here costs O(ranges), not O(tokens).
 """
 
+from itertools import pairwise
+
 Positions = tuple[range, ...]
 
 
@@ -14,9 +16,9 @@ def count(positions: Positions) -> int:
 
 def split(total: int, parts: int) -> tuple[range, ...]:
     """Cuts `range(total)` into `parts` consecutive runs whose lengths differ by at most one, longer ones first."""
-    size, extra = divmod(total, parts)
+    size, extra = total // parts, total % parts
     starts = [part * size + min(part, extra) for part in range(parts + 1)]
-    return tuple(range(start, stop) for start, stop in zip(starts, starts[1:], strict=False))
+    return tuple(range(start, stop) for start, stop in pairwise(starts))
 
 
 def take(positions: Positions, wanted: range) -> Positions:

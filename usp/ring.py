@@ -1,18 +1,18 @@
 """Ring Attention: key/value blocks travel round the ring while each rank computes with the block it has.
 
-Forward merges the tiles' outputs by their log-sum-exp; backward walks the same tiles, and the gradients of a block follow
-it one hop behind and come home with the last message (Ring Attention, Liu et al. 2023). The walk knows nothing of layouts
-or masks: it reads tiles from the schedule.
+Forward merges the tiles' outputs by their log-sum-exp; backward walks the same tiles, and the gradients of a block
+follow it one hop behind and come home with the last message (Ring Attention, Liu et al. 2023). The walk knows nothing
+of layouts or masks: it reads tiles from the schedule.
 
 B batch, S this rank's sequence, H query heads, G kv heads, D head_dim of q and k, E head_dim of v.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from usp import kernels, transports
@@ -128,14 +128,25 @@ class Recipe:
     groups: tuple[int, ...]
     scale: float
 
+    def __str__(self) -> str:
+        """The canonical text, which `parse` reads back."""
+        groups = ",".join([str(size) for size in self.groups])
+        fields = self.mask, self.layout, str(self.ring_degree), self.transport, self.kernel, groups, repr(self.scale)
+        return " ".join(fields)
+
+    @classmethod
+    @lru_cache(maxsize=256)
+    def parse(cls, text: str) -> "Recipe":
+        """Reads `str(recipe)` back."""
+        mask, layout, ring_degree, transport, kernel, groups, scale = text.split(" ")
+        sizes = tuple(map(int, groups.split(",")))
+        return cls(mask, layout, int(ring_degree), transport, kernel, sizes, float(scale))
+
     def ring(self, seq_len: int, group: Group) -> Ring:
         """The ring for a sequence of `seq_len` tokens over a group."""
-        schedule = Schedule(_parse(self.mask), self.layout, seq_len, self.ring_degree)
+        schedule = Schedule(Mask.parse(self.mask), self.layout, seq_len, self.ring_degree)
         transport = transports.load(self.transport, group)
         return Ring(schedule, transport, kernels.load(self.kernel), self.groups, self.scale)
-
-
-_parse = lru_cache(maxsize=256)(Mask.parse)
 
 
 def ring_attention(
@@ -144,29 +155,18 @@ def ring_attention(
     """`Ring.forward` with gradients, over a torch process group, a local one, or (None) one rank alone.
 
     Returns:
-        Output and lse. A gradient may flow into the output only.
+        Output and lse, both differentiable.
     """
     if group is None or isinstance(group, torch.distributed.ProcessGroup):
         name = "" if group is None else group.group_name
-        return torch.ops.usp.attention(query, key, value, _encode(recipe), name, seq_len)
+        return torch.ops.usp.attention(query, key, value, str(recipe), name, seq_len)
     return _Attention.apply(recipe.ring(seq_len, group), query, key, value)  # pyright: ignore[reportReturnType]
-
-
-@lru_cache(maxsize=256)
-def _encode(recipe: Recipe) -> str:
-    return json.dumps(vars(recipe))
-
-
-@lru_cache(maxsize=256)
-def _decode(text: str) -> Recipe:
-    fields = json.loads(text)
-    return Recipe(**fields | {"groups": tuple(fields["groups"])})
 
 
 @torch.library.custom_op("usp::attention", mutates_args=())
 def attention_op(q: Tensor, k: Tensor, v: Tensor, recipe: str, group: str, seq_len: int) -> tuple[Tensor, Tensor]:
     """The forward op: its handle `torch.ops.usp.attention.default` is what selective checkpointing can save."""
-    return _decode(recipe).ring(seq_len, resolve(group)).forward(q, k, v)
+    return Recipe.parse(recipe).ring(seq_len, resolve(group)).forward(q, k, v)
 
 
 @attention_op.register_fake
@@ -181,7 +181,7 @@ def attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward op; `tensors` are dout, q, k, v, out, lse."""
     dout, q, k, v, out, lse = tensors
-    return _decode(recipe).ring(seq_len, resolve(group)).backward(dout, q, k, v, out, lse)
+    return Recipe.parse(recipe).ring(seq_len, resolve(group)).backward(dout, q, k, v, out, lse)
 
 
 @attention_backward_op.register_fake
@@ -196,8 +196,9 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, dout, dlse):
-    grads = attention_backward_op(_gradient_of_output(ctx, dout, dlse), *ctx.plain)
-    return *grads, None, None, None
+    tensors = _with_gradient(ctx.saved_tensors, dout, dlse)
+    dq, dk, dv = attention_backward_op(tensors, *ctx.plain)
+    return dq, dk, dv[..., : ctx.saved_tensors[2].shape[-1]], None, None, None
 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)
@@ -216,12 +217,22 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, *ctx.ring.backward(*_gradient_of_output(ctx, dout, dlse))
+        dq, dk, dv = ctx.ring.backward(*_with_gradient(ctx.saved_tensors, dout, dlse))
+        return None, dq, dk, dv[..., : ctx.saved_tensors[2].shape[-1]]
 
 
-def _gradient_of_output(ctx, dout: Tensor | None, dlse: Tensor | None) -> list[Tensor]:
-    """Dout and what forward saved. A gradient of lse would have to enter every tile: it is refused, not dropped."""
+def _with_gradient(saved: tuple[Tensor, ...], dout: Tensor | None, dlse: Tensor | None) -> list[Tensor]:
+    """dout, q, k, v, out and lse for a backward pass.
+
+    A gradient of lse adds p * dlse to that of the scores, where kernels compute p * (dout v - dout out). A column of 1
+    in dout, 0 in v and -dlse in out makes the one the other, exactly. Columns come in eights, as CUDA kernels want.
+    """
+    q, k, v, out, lse = saved
+    dout = torch.zeros_like(out) if dout is None else dout.contiguous()
     if dlse is not None:
-        raise NotImplementedError("usp attention has no gradient with respect to lse: use lse.detach()")
-    q, k, v, out, lse = ctx.saved_tensors
-    return [torch.zeros_like(out) if dout is None else dout.contiguous(), q, k, v, out, lse]
+        ones, minus = torch.ones_like(dlse), torch.where(lse == -torch.inf, 0.0, -dlse)
+        dout, v, out = (
+            torch.cat([t, F.pad(column.unsqueeze(-1), (0, 7)).to(t.dtype)], -1)
+            for t, column in ((dout, ones), (v, v.new_zeros(v.shape[:-1])), (out, minus))
+        )
+    return [dout, q, k, v, out, lse]

@@ -14,28 +14,15 @@ from datetime import timedelta
 from functools import lru_cache
 
 import torch.distributed as dist
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh
 
-from usp.agreement import Agreement
+from usp.agreement import Agreement, Options
 from usp.errors import TopologyError
 from usp.placement import Grid, place
 from usp.transports.base import Group
 
 GroupMaker = Callable[[str, tuple[int, ...], int], Group]
-
-
-@dataclass(frozen=True)
-class Options:
-    """How the ranks of a topology keep in step.
-
-    Attributes:
-        check: when they compare the arguments of a call before communicating: "first" (each new combination of shapes,
-            dtypes and arguments), "always", or "off".
-        timeout: how long they wait for each other there.
-    """
-
-    check: str = "first"
-    timeout: timedelta = timedelta(minutes=5)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +114,8 @@ class Topology:
         ulysses: str | None = "ulysses",
         ring: str | None = "ring",
         *,
-        options: Options | None = None,
+        check: str = "first",
+        timeout: timedelta = Options.timeout,
     ) -> "Topology":
         """Takes the axes from a DeviceMesh, whose groups are used as they are.
 
@@ -135,7 +123,8 @@ class Topology:
             mesh: any mesh, of any number of dimensions; the other ones count as data parallel.
             ulysses: name of the Ulysses axis, or None for degree 1.
             ring: name of the ring axis, or None for degree 1.
-            options: how ranks keep in step.
+            check: when ranks compare the arguments of a call: "first" time, "always", or "off".
+            timeout: how long they wait for each other there.
 
         Raises:
             TopologyError: the mesh has no such axis, or this rank is not in the mesh.
@@ -159,7 +148,7 @@ class Topology:
         def group(axis: str, ranks: tuple[int, ...], rank: int) -> Group:
             return mesh.get_group(by_name[axis]) if len(ranks) > 1 else None
 
-        options = options or Options()
+        options = Options(check, timeout)
         store = dist.distributed_c10d._get_default_store()
         return assemble(
             dist.get_rank(),
@@ -215,7 +204,7 @@ def assemble(
     rank: int,
     grids: tuple[Grid, ...],
     nodes: tuple[str, ...],
-    store: dist.Store | None,
+    store: Store | None,
     group: GroupMaker,
     options: Options,
 ) -> Topology:
@@ -227,7 +216,7 @@ def assemble(
     members = [member for line in grid for member in line]
     agreement = None
     if store is not None and len(members) > 1:
-        agreement = Agreement(store, "attention", members, rank, options.timeout, options.check)
+        agreement = Agreement(store, "attention", members, rank, options)
     return Topology(
         rank, grids, nodes, Axis("ulysses", row, u, group("ulysses", row, rank)),
         Axis("ring", column, r, group("ring", column, rank)), agreement,
@@ -256,8 +245,8 @@ def _build(
         if ranks == everyone:
             groups[ranks] = world
         elif len(ranks) > 1:
-            order = {} if sorted(ranks) == list(ranks) else {"sort_ranks": False}
-            groups[ranks] = dist.new_group(list(ranks), **order)
+            ascending = sorted(ranks) == list(ranks)  # sort_ranks is newer than the oldest torch this runs on
+            groups[ranks] = dist.new_group(list(ranks)) if ascending else dist.new_group(list(ranks), sort_ranks=False)
     return assemble(world.rank(), grids, nodes, store, lambda _, ranks, __: groups.get(ranks), options)
 
 
@@ -271,12 +260,12 @@ def _columns(grids: tuple[Grid, ...]) -> list[tuple[int, ...]]:
     return [column for grid in grids for column in zip(*grid, strict=True)]
 
 
-def _nodes(store: dist.Store, ranks: tuple[int, ...], options: Options) -> tuple[str, ...]:
+def _nodes(store: Store, ranks: tuple[int, ...], options: Options) -> tuple[str, ...]:
     """The node of every global rank: its host name, and torchrun's number of its agent where a host has several.
 
     Ranks outside `ranks` are on "?".
     """
-    here = Agreement(store, "nodes", ranks, dist.get_rank(), options.timeout)
+    here = Agreement(store, "nodes", ranks, dist.get_rank(), options)
     note = json.dumps([socket.gethostname(), os.environ.get("GROUP_RANK", "0")])
     told = dict(zip(ranks, map(json.loads, here.gather(note)), strict=True))
     agents: dict[str, set[str]] = defaultdict(set)

@@ -1,0 +1,1 @@
+"""The `usp` command."""

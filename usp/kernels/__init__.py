@@ -1,5 +1,7 @@
 """Kernels: one file each, found by name. A kernel computes one tile on one device and knows nothing of processes."""
 
+from collections.abc import Mapping
+
 from usp import plugins
 from usp.errors import KernelError
 from usp.kernels.base import Call, Kernel
@@ -22,17 +24,25 @@ def load(name: str) -> Kernel:
     return plugins.load_class(__name__, name, Kernel)()
 
 
-def select(name: str, call: Call) -> str:
-    """The name of the kernel to use for `call`: `name` itself, or for "auto" the first that does not refuse.
+def candidates(name: str) -> dict[str, Kernel]:
+    """The kernels that `name` stands for, in order of preference: itself, or for "auto" those of `AUTO`.
 
     Raises:
         InputError: no kernel has that name.
-        KernelError: every kernel considered refuses; the message has each one's reason.
+    """
+    return {candidate: load(candidate) for candidate in (AUTO if name == "auto" else (name,))}
+
+
+def select(among: Mapping[str, Kernel], call: Call) -> str:
+    """The name of the first kernel that does not refuse `call`.
+
+    Raises:
+        KernelError: every one refuses; the message has each one's reason.
     """
     refusals = []
-    for candidate in AUTO if name == "auto" else (name,):
-        reason = load(candidate).refuses(call)
+    for name, kernel in among.items():
+        reason = kernel.refuses(call)
         if reason is None:
-            return candidate
-        refusals.append(f"{candidate}: {reason}")
+            return name
+        refusals.append(f"{name}: {reason}")
     raise KernelError(f"no kernel takes {call}; " + "; ".join(refusals))

@@ -1,6 +1,7 @@
 """What a kernel is.
 
-B batch, Q query rows, K key rows, H query heads, G kv heads (H a multiple of G), D head_dim of q and k, E head_dim of v.
+B batch, Q query rows, K key rows, H query heads, G kv heads (H a multiple of G), D head_dim of q and k, E head_dim of
+v.
 """
 
 from abc import ABC, abstractmethod
@@ -29,10 +30,10 @@ class Call:
 class Kernel(ABC):
     """Attention of one tile, and its gradients.
 
-    `forward` and `backward` hold every kernel to one convention: lse is (B, Q, H) in float32 (float64 for float64), natural
-    log, -inf for a row that sees nothing, and such a row's output and gradients are 0. Subclasses compute `tile_forward` and
-    `tile_backward`, which are only ever given a trimmed band: no empty side, no row or column without a visible pair, last
-    dimensions of stride 1.
+    `forward` and `backward` hold every kernel to one convention: lse is (B, Q, H) in float32 (float64 for float64),
+    natural log, -inf for a row that sees nothing, and such a row's output and gradients are 0. Subclasses compute
+    `tile_forward` and `tile_backward`, which are only ever given a trimmed band: no empty side, no row or column
+    without a visible pair, last dimensions of stride 1.
     """
 
     @abstractmethod
@@ -57,12 +58,12 @@ class Kernel(ABC):
         """
         tile = _visible(q, k, band)
         if tile and _whole(tile, q, k):
-            return self.tile_forward(*map(_dense, (q, k, v)), tile.band, scale)
+            return self.tile_forward(_dense(q), _dense(k), _dense(v), tile.band, scale)
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
         lse = q.new_full(q.shape[:-1], -torch.inf, dtype=accumulation_dtype(q.dtype))
         if tile:
-            seen = map(_dense, (q[:, tile.q], k[:, tile.k], v[:, tile.k]))
-            out[:, tile.q], lse[:, tile.q] = self.tile_forward(*seen, tile.band, scale)
+            q, k, v = q[:, tile.q], k[:, tile.k], v[:, tile.k]
+            out[:, tile.q], lse[:, tile.q] = self.tile_forward(_dense(q), _dense(k), _dense(v), tile.band, scale)
         return out, lse
 
     def backward(
@@ -85,13 +86,14 @@ class Kernel(ABC):
         """
         tile = _visible(q, k, band)
         if tile and _whole(tile, q, k):
-            return self.tile_backward(*map(_dense, (dout, q, k, v, out)), lse, tile.band, scale)
+            dout, q, k, v, out = map(_dense, (dout, q, k, v, out))
+            return self.tile_backward(dout, q, k, v, out, lse, tile.band, scale)
         dq, dk, dv = (t.new_zeros(t.shape) for t in (q, k, v))
         if tile:
-            rows = [_dense(t[:, tile.q]) for t in (dout, q, out)]
-            columns = [_dense(t[:, tile.k]) for t in (k, v)]
+            dout, q, out = (_dense(t[:, tile.q]) for t in (dout, q, out))
+            k, v = (_dense(t[:, tile.k]) for t in (k, v))
             dq[:, tile.q], dk[:, tile.k], dv[:, tile.k] = self.tile_backward(
-                rows[0], rows[1], *columns, rows[2], lse[:, tile.q], tile.band, scale
+                dout, q, k, v, out, lse[:, tile.q], tile.band, scale
             )
         return dq, dk, dv
 

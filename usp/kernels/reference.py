@@ -5,6 +5,7 @@ Memory is O(block x block) beyond the inputs and outputs. Half precision is comp
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from usp.kernels.base import Call, Kernel, hidden_by
 from usp.mask import Band, Tile, blocks
@@ -21,10 +22,12 @@ class Reference(Kernel):
     def __init__(self, block: int = 512) -> None:
         self.block = block
 
+    @override
     def refuses(self, call: Call) -> str | None:
         """Takes every floating dtype on every device."""
         return None if call.dtype.is_floating_point else f"attention needs a floating dtype, not {call.dtype}"
 
+    @override
     def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
         q, k, v = (t.to(accumulation_dtype(q.dtype)) for t in (q, k, v))
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
@@ -37,6 +40,7 @@ class Reference(Kernel):
             merge_(out[:, tile.q], lse[:, tile.q], block_out, _rows_first(block_lse))
         return out, lse
 
+    @override
     def tile_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:

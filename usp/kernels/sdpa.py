@@ -1,7 +1,7 @@
 """torch's own flash attention ops, called below scaled_dot_product_attention because a ring needs their lse.
 
-CPU: aten::_scaled_dot_product_flash_attention_for_cpu. Its traps: causal only from the top left and no window (a band is
-cut into row blocks under an additive mask), one head_dim for q, k and v (padded), half-precision backward many times
+CPU: aten::_scaled_dot_product_flash_attention_for_cpu. Its traps: causal only from the top left and no window (a band
+is cut into row blocks under an additive mask), one head_dim for q, k and v (padded), half-precision backward many times
 slower than float32 on a CPU without matrix units for it.
 CUDA: aten::_flash_attention_forward (FlashAttention-2), whose windows count from the bottom right.
 """
@@ -11,6 +11,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from usp.kernels.base import Call, Kernel, hidden_by
 from usp.mask import CAUSAL, FULL, Band, Tile, blocks
@@ -22,6 +23,7 @@ aten = torch.ops.aten
 class Sdpa(Kernel):
     """torch's flash attention on CPU and CUDA."""
 
+    @override
     def refuses(self, call: Call) -> str | None:
         """Reasons: device, dtype, head_dim."""
         half = (torch.bfloat16, torch.float16)
@@ -36,12 +38,14 @@ class Sdpa(Kernel):
             return "torch's CUDA flash attention takes head_dim up to 256 in multiples of 8"
         return None
 
+    @override
     def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
         v_head_dim = v.shape[-1]
         q, k, v = _same_head_dim(q, k, v)
         out, lse = (_cuda_forward if q.is_cuda else _cpu_forward)(q, k, v, band, scale)
         return out[..., :v_head_dim], lse
 
+    @override
     def tile_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:

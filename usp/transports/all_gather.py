@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from usp.transports.p2p import P2P
 
@@ -15,6 +16,7 @@ from usp.transports.p2p import P2P
 class AllGather(P2P):
     """One all-gather in place of the hops; the same blocks in the same order."""
 
+    @override
     def circulate(
         self, block: Tensor, numels: Sequence[int], hops: int, gradient: Tensor | None = None
     ) -> Iterator[tuple[int, Tensor, Tensor | None]]:

@@ -31,11 +31,15 @@ class Transport(ABC):
     size: int
 
     @abstractmethod
+    def __init__(self, group: Group) -> None:
+        """Takes this rank's end of `group`."""
+
+    @abstractmethod
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Flight:
         """Starts to send contiguous tensors to peers and to receive into others, by peer rank.
 
-        Both ends know every size; nothing is sent for an empty tensor. Messages between two ranks arrive in the order in
-        which the exchanges were started.
+        Both ends know every size; nothing is sent for an empty tensor. Messages between two ranks arrive in the order
+        in which the exchanges were started.
         """
 
     def circulate(
@@ -44,14 +48,15 @@ class Transport(ABC):
         """Passes every rank's flat `block` round the ring, `hops` times from each rank to the next.
 
         The next block is under way while the present one is used. With `gradient`, a partial gradient of the block is
-        handed out beside it: what the caller adds there follows the block one hop behind, collects every rank's share, and
-        the last message brings it home to its owner.
+        handed out beside it: what the caller adds there follows the block one hop behind, collects every rank's share,
+        and the last message brings it home to its owner.
 
         Args:
             block: this rank's own block, flat and contiguous.
             numels: number of elements of every rank's block.
             hops: how often blocks move; 0 to size - 1.
-            gradient: flat tensor of zeros like `block`, in the dtype that gradients accumulate in. Holds the sum over all
+            gradient: flat tensor of zeros like `block`, in the dtype that gradients accumulate in. Holds the sum over
+            all
                 ranks when the iteration has ended.
 
         Yields:

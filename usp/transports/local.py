@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+from typing_extensions import override
 
+from usp.agreement import Options
 from usp.errors import TransportError
 from usp.placement import place
-from usp.topology import Options, Topology, assemble
+from usp.topology import Topology, assemble
 from usp.transports.base import Flight, Transport
 
 T = TypeVar("T")
@@ -63,6 +65,7 @@ class Local(Transport):
         self.group = group
         self.rank, self.size = group.rank, group.size()
 
+    @override
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Flight:
         for peer, tensor in sends.items():
             self._box(self.rank, peer).put(tensor.detach().clone())  # the sender may go on and change it
@@ -80,6 +83,7 @@ class Arrivals:
         self._hub, self._awaited = hub, awaited
 
     def wait(self) -> None:
+        """Blocks until all have arrived."""
         for peer, box, target in self._awaited:
             target.copy_(self._next(box, peer))
 
@@ -110,7 +114,7 @@ def run(
         Exception: whatever the first rank to fail raised; the others stop waiting for it.
     """
     grids = place(["local"] * (ulysses_degree * ring_degree), ulysses_degree, ring_degree)
-    hub, store = Hub(timeout_seconds), dist.HashStore()
+    hub, store = Hub(timeout_seconds), HashStore()
     world = range(ulysses_degree * ring_degree)
     results: dict[int, T] = {}
     failures: list[BaseException] = []

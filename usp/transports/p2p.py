@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
+from typing_extensions import override
 
 from usp.transports.base import Flight, Transport
 
@@ -18,6 +20,7 @@ class P2P(Transport):
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
 
+    @override
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Flight:
         messages = [(dist.irecv, receives), (dist.isend, sends)]
         batch = [
@@ -36,6 +39,7 @@ class Works:
         self._works, self._sent = works, sent
 
     def wait(self) -> None:
+        """Waits for all of it."""
         for work in self._works:
             work.wait()
         self._sent.clear()
@@ -43,4 +47,4 @@ class Works:
 
 def resolve(name: str) -> dist.ProcessGroup | None:
     """The process group with this name; None for "", an axis of size 1."""
-    return dist.distributed_c10d._resolve_process_group(name) if name else None
+    return _resolve_process_group(name) if name else None  # pyright: ignore[reportArgumentType]
