@@ -1,4 +1,4 @@
-"""The independent oracle: dense attention from the definition, in float64, and the error that is reported against it."""
+"""The independent oracle: dense attention from its definition, in float64, and the error reported against it."""
 
 from bisect import bisect_right
 
