@@ -214,7 +214,7 @@ def _attend(
 
 
 def _recipe(qkv: tuple[Tensor, Tensor, Tensor], config: _Config, mask: Mask) -> Recipe:
-    query, key, value = qkv
+    query, _, value = qkv
     ulysses, ring = config.topology.ulysses, config.topology.ring
     call = Call(query.device.type, query.dtype, query.shape[-1], value.shape[-1])
     return Recipe(

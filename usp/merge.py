@@ -56,3 +56,27 @@ class Accumulator:
 
     def _empty(self) -> tuple[Tensor, Tensor]:
         return self._like.new_zeros(self._shape), self._like.new_full(self._shape[:-1], -torch.inf)
+
+
+class Sum:
+    """A gradient, added up from the shares of tiles, in float32 (float64 for float64).
+
+    As with `Accumulator`, a first share that covers everything is kept as it is.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._dtype = accumulation_dtype(like.dtype)
+        self._total: Tensor | None = None
+
+    def add(self, rows: slice, heads: slice, share: Tensor) -> None:
+        """Adds the gradient of `like[:, rows, heads]`. Takes ownership of it."""
+        if self._total is None and share.shape == self._like.shape:
+            self._total = share.to(self._dtype)
+            return
+        self._total = self.result()
+        self._total[:, rows, heads] += share
+
+    def result(self) -> Tensor:
+        """The gradient so far."""
+        return self._like.new_zeros(self._like.shape, dtype=self._dtype) if self._total is None else self._total

@@ -34,14 +34,11 @@ def load(package: str, name: str) -> Any:
 
 @cache
 def load_class(package: str, name: str, base: type[T]) -> type[T]:
-    """The subclass of `base` that the module `name` of `package` defines.
+    """The subclass of `base` in the module `name` of `package` that is called like it: FlashAttn in flash_attn.
 
     Raises:
         InputError: there is no such module.
     """
-    module = load(package, name)
-    return next(
-        thing
-        for thing in vars(module).values()
-        if isinstance(thing, type) and issubclass(thing, base) and thing.__module__ == module.__name__
-    )
+    module, wanted = load(package, name), name.replace("_", "")
+    kinds = (thing for thing in vars(module).values() if isinstance(thing, type) and issubclass(thing, base))
+    return next(kind for kind in kinds if kind.__name__.lower() == wanted)

@@ -19,9 +19,9 @@ from usp import kernels, transports
 from usp.heads import HeadRun, runs
 from usp.kernels.base import Kernel
 from usp.mask import Mask, Tile
-from usp.merge import Accumulator, accumulation_dtype
+from usp.merge import Accumulator, Sum, accumulation_dtype
 from usp.schedule import Schedule
-from usp.transports.base import Group, Transport, flatten, unflatten
+from usp.transports.base import Group, Stop, Transport
 from usp.transports.p2p import resolve
 
 
@@ -55,8 +55,9 @@ class Ring:
             Output (B, S, H, E) in q's dtype and lse (B, S, H), float32 (float64 for float64), both contiguous.
         """
         total = Accumulator(q, v.shape[-1])
-        for owner, (k_block, v_block), _ in self._walk(k, v):
-            for tile, heads in self._pieces(owner):
+        for stop in self._walk(k, v):
+            k_block, v_block = stop.tensors
+            for tile, heads in self._pieces(stop.owner):
                 block = q[:, tile.q, heads.q], k_block[:, tile.k, heads.kv], v_block[:, tile.k, heads.kv]
                 out, lse = self.kernel.forward(*block, tile.band, self.scale)
                 total.add(tile.q, heads.q, out, lse)
@@ -69,41 +70,34 @@ class Ring:
 
         Every rank's share of dk and dv is summed in float32 (float64 for float64).
         """
-        wide = accumulation_dtype(q.dtype)
-        dq = q.new_zeros(q.shape, dtype=wide)
-        dkv = k.new_zeros(k.numel() + v.numel(), dtype=wide)
-        for owner, (k_block, v_block), grads in self._walk(k, v, dkv):
-            for tile, heads in self._pieces(owner):
+        dq, own = Sum(q), None
+        for stop in self._walk(k, v):
+            own = own or stop
+            k_block, v_block = stop.tensors
+            dk, dv = Sum(k_block), Sum(v_block)
+            for tile, heads in self._pieces(stop.owner):
                 rows, columns = (slice(None), tile.q, heads.q), (slice(None), tile.k, heads.kv)
                 block = dout[rows], q[rows], k_block[columns], v_block[columns], out[rows], lse[rows]
-                shares = self.kernel.backward(*block, tile.band, self.scale)
-                for total, at, share in zip((dq, *grads), (rows, columns, columns), shares, strict=True):
-                    total[at] += share
-        dk, dv = unflatten(dkv, (k.shape, v.shape))
-        return dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
+                q_share, k_share, v_share = self.kernel.backward(*block, tile.band, self.scale)
+                dq.add(tile.q, heads.q, q_share)
+                dk.add(tile.k, heads.kv, k_share)
+                dv.add(tile.k, heads.kv, v_share)
+            stop.gradients = [dk.result(), dv.result()]
+        assert own is not None and own.gradients is not None  # a walk begins at this rank's own block
+        dq, dk, dv = (t.to(q.dtype).contiguous() for t in (dq.result(), *own.gradients))
+        return dq, dk, dv
 
-    def _walk(
-        self, k: Tensor, v: Tensor, dkv: Tensor | None = None
-    ) -> Iterator[tuple[int, list[Tensor], list[Tensor]]]:
-        """Every block that comes by, as (owner, [k, v], [dk, dv] to add to); k and v travel as one message."""
-        schedule, transport = self.schedule, self.transport
-        lengths = [schedule.length(rank) for rank in range(transport.size)]
+    def _walk(self, k: Tensor, v: Tensor) -> Iterator[Stop]:
+        """Every rank's keys and values as they come by, as far as any rank needs them; this rank's own first."""
+        lengths = [self.schedule.length(rank) for rank in range(self.transport.size)]
         shapes = [[(t.shape[0], length, *t.shape[2:]) for t in (k, v)] for length in lengths]
-        numels = [sum(map(_numel, pair)) for pair in shapes]
-        own = flatten([k, v]) if schedule.hops else k.new_empty(0)
-        for owner, block, share in transport.circulate(own, numels, schedule.hops, dkv):
-            pair = [k, v] if owner == transport.rank else unflatten(block, shapes[owner])
-            yield owner, pair, [] if share is None else unflatten(share, shapes[owner])
+        return self.transport.circulate([k, v], shapes, self.schedule.hops)
 
     def _pieces(self, owner: int) -> Iterator[tuple[Tile, HeadRun]]:
         """The kernel calls for one block."""
         for tile in self.schedule.tiles(self.transport.rank, owner):
             for heads in runs(self.groups):
                 yield tile, heads
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
 
 
 @dataclass(frozen=True)

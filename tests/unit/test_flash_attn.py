@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from tests.dense import dense_attention, relative_error
+from usp.kernels._windows import _parts
 from usp.kernels.base import Call
-from usp.kernels.flash_attn import FlashAttn, _cuts
+from usp.kernels.flash_attn import FlashAttn
 from usp.kernels.reference import Reference
 from usp.mask import Band, Tile, trim
 
@@ -240,10 +241,10 @@ def test_tiles_are_cut_only_where_flash_attention_2_would_lose_the_window() -> N
         shift = columns - rows
         window = -1 if band.lo is None else shift - band.lo, -1 if band.hi is None else band.hi - shift
         kept = torch.equal(seen(rows, columns, flash2_band(q, k, *window)), seen(rows, columns, band))
-        cuts = _cuts(q, k, band)
-        assert 2 <= len(cuts) <= 4
-        assert kept or len(cuts) > 2
-        assert not kept or len(cuts) == 2 or columns == (rows - 1 if band.hi is None else window[1])
+        parts = _parts(q, k, band)
+        assert 1 <= len(parts) <= 3
+        assert kept or len(parts) > 1
+        assert not kept or len(parts) == 1 or columns == (rows - 1 if band.hi is None else window[1])
         cut += not kept
     assert cut > 100
 

@@ -84,6 +84,8 @@ class Kernel(ABC):
         Returns:
             dq, dk and dv, in q's dtype or wider.
         """
+        # A row that saw nothing has no weights: exp(score - inf) is 0, where exp(score + inf) would be NaN.
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         tile = _visible(q, k, band)
         if tile and _whole(tile, q, k):
             dout, q, k, v, out = map(_dense, (dout, q, k, v, out))

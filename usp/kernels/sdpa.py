@@ -9,10 +9,10 @@ CUDA: aten::_flash_attention_forward (FlashAttention-2), whose windows count fro
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
+from usp.kernels._windows import Window, WindowKernel, same_head_dim
 from usp.kernels.base import Call, Kernel, hidden_by
 from usp.mask import CAUSAL, FULL, Band, Tile, blocks
 from usp.merge import accumulation_dtype
@@ -23,26 +23,43 @@ aten = torch.ops.aten
 class Sdpa(Kernel):
     """torch's flash attention on CPU and CUDA."""
 
+    def __init__(self) -> None:
+        self._by_device = {"cpu": Cpu(), "cuda": Cuda()}
+
     @override
     def refuses(self, call: Call) -> str | None:
         """Reasons: device, dtype, head_dim."""
-        half = (torch.bfloat16, torch.float16)
-        if call.device == "cpu":
-            known = (torch.float64, torch.float32, *half)
-            return None if call.dtype in known else f"torch's CPU flash attention takes {known}"
-        if call.device != "cuda":
+        if call.device not in self._by_device:
             return f"torch has flash attention for cpu and cuda, not {call.device}"
-        if call.dtype not in half:
-            return "torch's CUDA flash attention takes bfloat16 and float16"
-        if max(call.head_dim, call.v_head_dim) > 256 or call.head_dim % 8 or call.v_head_dim % 8:
-            return "torch's CUDA flash attention takes head_dim up to 256 in multiples of 8"
-        return None
+        return self._by_device[call.device].refuses(call)
+
+    @override
+    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+        return self._by_device[q.device.type].tile_forward(q, k, v, band, scale)
+
+    @override
+    def tile_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._by_device[q.device.type].tile_backward(dout, q, k, v, out, lse, band, scale)
+
+
+# ---- CPU -------------------------------------------------------------------------------------------------------------
+
+
+class Cpu(Kernel):
+    """torch's flash attention on CPU."""
+
+    @override
+    def refuses(self, call: Call) -> str | None:
+        known = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+        return None if call.dtype in known else f"torch's CPU flash attention takes {known}, not {call.dtype}"
 
     @override
     def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
         v_head_dim = v.shape[-1]
-        q, k, v = _same_head_dim(q, k, v)
-        out, lse = (_cuda_forward if q.is_cuda else _cpu_forward)(q, k, v, band, scale)
+        q, k, v = same_head_dim(q, k, v)
+        out, lse = _cpu_forward(q, k, v, band, scale)
         return out[..., :v_head_dim], lse
 
     @override
@@ -50,20 +67,9 @@ class Sdpa(Kernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         head_dim, v_head_dim = q.shape[-1], v.shape[-1]
-        dout, q, k, v, out = _same_head_dim(dout, q, k, v, out)
-        # A row with lse -inf has no weights: exp(score - inf) is 0 where exp(score + inf) would be NaN.
-        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-        dq, dk, dv = (_cuda_backward if q.is_cuda else _cpu_backward)(dout, q, k, v, out, lse, band, scale)
+        dout, q, k, v, out = same_head_dim(dout, q, k, v, out)
+        dq, dk, dv = _cpu_backward(dout, q, k, v, out, lse, band, scale)
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :v_head_dim]
-
-
-def _same_head_dim(*tensors: Tensor) -> list[Tensor]:
-    """Zero-pads to the largest head_dim: zeros add nothing to a score, and come out as columns of zeros."""
-    widest = max(t.shape[-1] for t in tensors)
-    return [t if t.shape[-1] == widest else F.pad(t, (0, widest - t.shape[-1])) for t in tensors]
-
-
-# ---- CPU -------------------------------------------------------------------------------------------------------------
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
@@ -139,31 +145,33 @@ def _fast_half(dtype: torch.dtype) -> bool:
 # ---- CUDA ------------------------------------------------------------------------------------------------------------
 
 
-def _window(q: Tensor, k: Tensor, band: Band) -> dict[str, int | None]:
-    """The band as FlashAttention's window, which counts from the diagonal that ends in the bottom right corner.
+class Cuda(WindowKernel):
+    """torch's build of FlashAttention-2."""
 
-    Both sides are >= 0 for a trimmed band: its last row sees something, and its last column is seen.
-    """
-    shift = k.shape[1] - q.shape[1]
-    return {
-        "window_size_left": None if band.lo is None else shift - band.lo,
-        "window_size_right": None if band.hi is None else band.hi - shift,
-    }
+    @override
+    def refuses(self, call: Call) -> str | None:
+        if call.dtype not in (torch.bfloat16, torch.float16):
+            return f"torch's CUDA flash attention takes bfloat16 and float16, not {call.dtype}"
+        if max(call.head_dim, call.v_head_dim) > 256:
+            return "torch's CUDA flash attention takes head_dim up to 256"
+        return None
 
+    @override
+    def window_forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
+        left, right = window
+        out, lse, *_ = aten._flash_attention_forward(
+            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, False, False,
+            scale=scale, window_size_left=left, window_size_right=right,
+        )  # fmt: skip
+        return out, lse
 
-def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = aten._flash_attention_forward(
-        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, False, False, scale=scale, **_window(q, k, band)
-    )
-    return out, lse.transpose(1, 2)
-
-
-def _cuda_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)  # the random state, read only with dropout
-    rows = lse.transpose(1, 2).contiguous()
-    return aten._flash_attention_backward(
-        dout, q, k, v, out, rows, None, None, q.shape[1], k.shape[1], 0.0, False, no_dropout, no_dropout,
-        scale=scale, **_window(q, k, band),
-    )  # fmt: skip
+    @override
+    def window_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: Window, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        left, right = window
+        no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)  # a random state, read only with dropout
+        return aten._flash_attention_backward(
+            dout, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, False, no_dropout, no_dropout,
+            scale=scale, window_size_left=left, window_size_right=right,
+        )  # fmt: skip

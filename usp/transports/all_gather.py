@@ -4,12 +4,15 @@ Worth it when kv is small beside q (GQA with few kv heads, short sequences); the
 arrive. Gradient shares go straight to their owners, as a reduce-scatter does.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from usp.transports.base import Shape, Stop, flatten, unflatten
 from usp.transports.p2p import P2P
 
 
@@ -17,25 +20,34 @@ class AllGather(P2P):
     """One all-gather in place of the hops; the same blocks in the same order."""
 
     @override
-    def circulate(
-        self, block: Tensor, numels: Sequence[int], hops: int, gradient: Tensor | None = None
-    ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        padded = block.new_zeros(max(numels))  # the collective wants equal sizes
-        padded[: block.numel()] = block
-        gathered = list(block.new_empty(self.size, len(padded)))
-        work = dist.all_gather(gathered, padded, group=self.group, async_op=True) if hops else None
-        owners = [(self.rank - hop) % self.size for hop in range(hops + 1)]
-        shares = {owner: None if gradient is None else gradient.new_zeros(numels[owner]) for owner in owners}
-        yield self.rank, block, shares[self.rank]
+    def circulate(self, own: Sequence[Tensor], shapes: Sequence[Sequence[Shape]], hops: int) -> Iterator[Stop]:
+        stops = [Stop(self.rank, list(own))]
+        work, gathered = self._gather(own, shapes) if hops else (None, [])
+        yield stops[0]
         if work is not None:
             work.wait()
-        for owner in owners[1:]:
-            yield owner, gathered[owner][: numels[owner]], shares[owner]
-        if gradient is not None:
-            users = [(self.rank + hop) % self.size for hop in range(1, hops + 1)]
-            received = {user: gradient.new_empty(len(gradient)) for user in users}
-            sent = {owner: share for owner, share in shares.items() if share is not None}
-            gradient += sent.pop(self.rank)
-            self.exchange(sent, received).wait()
-            for share in received.values():
-                gradient += share
+        for hop in range(1, hops + 1):
+            owner = (self.rank - hop) % self.size
+            numel = sum(map(math.prod, shapes[owner]))
+            stops.append(Stop(owner, unflatten(gathered[owner][:numel], shapes[owner])))
+            yield stops[-1]
+        total = stops[0].gradients
+        if total is None or not hops:
+            return
+        sends = {stop.owner: flatten(stop.gradients) for stop in stops[1:] if stop.gradients is not None}
+        numel = sum(t.numel() for t in total)
+        receives = {(self.rank + hop) % self.size: total[0].new_empty(numel) for hop in range(1, hops + 1)}
+        self.exchange(sends, receives).wait()
+        for shares in receives.values():
+            for mine, theirs in zip(total, unflatten(shares, shapes[self.rank]), strict=True):
+                mine += theirs
+
+    def _gather(self, own: Sequence[Tensor], shapes: Sequence[Sequence[Shape]]) -> tuple[dist.Work, list[Tensor]]:
+        """Starts the collective, which wants equal sizes: blocks are padded to the longest."""
+        longest = max(sum(map(math.prod, block)) for block in shapes)
+        mine = flatten(own)
+        padded = torch.cat([mine, mine.new_zeros(longest - len(mine))])
+        gathered = list(padded.new_empty(self.size, longest))
+        work = dist.all_gather(gathered, padded, group=self.group, async_op=True)
+        assert work is not None  # async_op
+        return work, gathered

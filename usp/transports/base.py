@@ -3,12 +3,16 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
 Group = Any
 """What a transport runs over: a torch ProcessGroup, None for an axis of size 1, or a local group of threads."""
+
+
+Shape = Sequence[int]
 
 
 class Flight(Protocol):
@@ -42,63 +46,75 @@ class Transport(ABC):
         in which the exchanges were started.
         """
 
-    def circulate(
-        self, block: Tensor, numels: Sequence[int], hops: int, gradient: Tensor | None = None
-    ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """Passes every rank's flat `block` round the ring, `hops` times from each rank to the next.
+    def circulate(self, own: Sequence[Tensor], shapes: Sequence[Sequence[Shape]], hops: int) -> Iterator["Stop"]:
+        """Passes every rank's tensors round the ring, `hops` times from each rank to the next.
 
-        The next block is under way while the present one is used. With `gradient`, a partial gradient of the block is
-        handed out beside it: what the caller adds there follows the block one hop behind, collects every rank's share,
-        and the last message brings it home to its owner.
+        The next block is under way while the present one is used. The caller may leave gradients at a stop: they follow
+        the block one hop behind, are summed with every other rank's, and come home to its owner with the last message.
 
         Args:
-            block: this rank's own block, flat and contiguous.
-            numels: number of elements of every rank's block.
+            own: this rank's block, tensors of one dtype that travel as one message.
+            shapes: the shapes of every rank's block.
             hops: how often blocks move; 0 to size - 1.
-            gradient: flat tensor of zeros like `block`, in the dtype that gradients accumulate in. Holds the sum over
-            all
-                ranks when the iteration has ended.
 
         Yields:
-            (owner, block, gradient share): the owner's rank, its block, and zeros to add this rank's share to, or None.
+            A stop for each block that comes by, this rank's own first. When the iteration has ended, that first stop
+            holds the gradients that all ranks left for this rank's block, if any rank's call leaves gradients.
         """
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        collected: Move | None = None
+        numels = [sum(map(math.prod, block)) for block in shapes]
+        first = stop = Stop(self.rank, list(own))
+        block = flatten(own) if hops else own[0].new_empty(0)
+        behind: Move | None = None
         for hop in range(hops + 1):
-            owner = (self.rank - hop) % self.size
-            following = numels[(owner - 1) % self.size]
-            ahead = self._move(block, after, before, following) if hop < hops else None
-            share = None if gradient is None else gradient.new_zeros(numels[owner])
-            yield owner, block, share
-            if gradient is not None and share is not None:
-                if collected is not None:
-                    share += collected.wait()
+            following = (stop.owner - 1) % self.size
+            ahead = self._move(block, after, before, numels[following]) if hop < hops else None
+            yield stop
+            if stop.gradients is not None:
+                if behind is not None:
+                    for mine, theirs in zip(stop.gradients, unflatten(behind.wait(), shapes[stop.owner]), strict=True):
+                        mine += theirs
                 if hop < hops:
-                    collected = self._move(share, after, before, following)
-                else:
+                    behind = self._move(flatten(stop.gradients), after, before, numels[following])
+                elif hops:
                     source = (self.rank + hops) % self.size
-                    gradient.copy_(self._move(share, owner, source, len(gradient)).wait())
+                    home = self._move(flatten(stop.gradients), stop.owner, source, numels[self.rank])
+                    first.gradients = [part.clone() for part in unflatten(home.wait(), shapes[self.rank])]
             if ahead is not None:
                 block = ahead.wait()
+                stop = Stop(following, unflatten(block, shapes[following]))
 
     def _move(self, tensor: Tensor, target: int, source: int, numel: int) -> "Move":
-        """Sends `tensor` to `target` and receives `numel` elements from `source`, which may both be this rank."""
-        if target == self.rank:
-            return Move(None, tensor)
+        """Sends `tensor` to `target` and receives `numel` elements from `source`."""
         received = tensor.new_empty(numel)
         return Move(self.exchange({target: tensor}, {source: received}), received)
+
+
+@dataclass
+class Stop:
+    """One block at one rank.
+
+    Attributes:
+        owner: the rank whose block it is.
+        tensors: the block.
+        gradients: what this rank adds to the block's gradients, left by the caller, who gives them up; every rank of a
+            ring leaves them at every stop, or none does. May be None only where all are.
+    """
+
+    owner: int
+    tensors: list[Tensor]
+    gradients: list[Tensor] | None = None
 
 
 class Move:
     """A tensor on its way here."""
 
-    def __init__(self, flight: Flight | None, tensor: Tensor) -> None:
+    def __init__(self, flight: Flight, tensor: Tensor) -> None:
         self._flight, self._tensor = flight, tensor
 
     def wait(self) -> Tensor:
         """The tensor, once it is here."""
-        if self._flight is not None:
-            self._flight.wait()
+        self._flight.wait()
         return self._tensor
 
 
@@ -110,7 +126,7 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     return message
 
 
-def unflatten(message: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+def unflatten(message: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
     """The tensors of a flat message, as views of it."""
     parts = message.split([math.prod(shape) for shape in shapes])
     return [part.view(*shape) for part, shape in zip(parts, shapes, strict=True)]
