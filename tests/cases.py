@@ -67,12 +67,17 @@ def failures(case: Case, results: list[Tensor]) -> list[str]:
     reference = dense_attention(q, k, v, dout, seen)
     dead = reference[1] == -torch.inf
     wrong = [] if torch.equal(results[1] == -torch.inf, dead) else ["lse: -inf in other places"]
-    results, reference = ([t.masked_fill(dead, 0.0) if i == 1 else t for i, t in enumerate(x)] for x in (results, reference))
+    results, reference = (
+        [t.masked_fill(dead, 0.0) if i == 1 else t for i, t in enumerate(x)] for x in (results, reference)
+    )
     errors = [relative_error(x, ref) for x, ref in zip(results, reference, strict=True)]
     if case.dtype in BOUNDS:
         bounds = [BOUNDS[case.dtype]] * 5
     else:
-        single = [relative_error(x, ref) for x, ref in zip(_single_device(case, seen), (reference[0], *reference[2:]), strict=True)]
+        single = [
+            relative_error(x, ref)
+            for x, ref in zip(_single_device(case, seen), (reference[0], *reference[2:]), strict=True)
+        ]
         # torch's CPU kernel takes a fast exponential in half precision: its own lse is good to a few 1e-6
         bounds = [1.5 * single[0], 1e-5, *(1.5 * error for error in single[1:])]
     for name, error, bound, dtype in zip(NAMES, errors, bounds, [x.dtype for x in results], strict=True):

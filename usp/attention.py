@@ -179,8 +179,7 @@ def attention(
 def _attend(
     qkv: tuple[Tensor, Tensor, Tensor], config: _Config, seq_len: int | None, return_lse: bool, which: MaskOptions
 ) -> Tensor | tuple[Tensor, Tensor]:
-    topology, agreement = config.topology, config.topology.agreement
-    ulysses, ring = topology.ulysses, topology.ring
+    topology, ulysses, ring = config.topology, config.topology.ulysses, config.topology.ring
     try:
         _check_tensors(*qkv, ulysses.degree, topology.sequence_degree)
         _check_options(qkv, which)
@@ -195,11 +194,9 @@ def _attend(
         mask.check(seq_len)
         recipe = _recipe(qkv, config, mask)
     except USPError as error:
-        if agreement is not None and not torch.compiler.is_compiling():
-            agreement.object(str(error))
+        topology.object(error)
         raise
-    if agreement is not None and not torch.compiler.is_compiling():
-        agreement.confirm(_facts(qkv, recipe, seq_len, ulysses.degree))
+    topology.confirm(_facts(qkv, recipe, seq_len, ulysses.degree))
     _recommend_balance(config, mask)
 
     heads, kv_heads = _heads(qkv)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from usp import transports
-from usp.errors import InputError
+from usp.errors import InputError, USPError
 from usp.mask import Mask
 from usp.positions import Positions, split, take
 from usp.schedule import Schedule
@@ -81,11 +81,17 @@ def unshard(
     Raises:
         InputError: the shard is not as long as the layout makes it, or it requires a gradient.
     """
-    dim = _dimension(x, dim)
-    if x.requires_grad:
-        raise InputError("unshard has no gradient and x requires one: pass x.detach()")
-    seq_len = topology.sequence_degree * x.shape[dim] if length is None else length
-    check_length(x.shape[dim], seq_len, topology, layout, "x")
+    try:
+        dim = _dimension(x, dim)
+        if x.requires_grad:
+            raise InputError("unshard has no gradient and x requires one: pass x.detach()")
+        seq_len = topology.sequence_degree * x.shape[dim] if length is None else length
+        check_length(x.shape[dim], seq_len, topology, layout, "x")
+    except USPError as error:
+        topology.object(error)
+        raise
+    others = (*x.shape[:dim], *x.shape[dim + 1 :])
+    topology.confirm(dict(unshard=others, dim=dim, length=seq_len, layout=layout, dtype=x.dtype, device=x.device.type))
     schedule = _schedule(seq_len, topology, layout)
     rows = x.movedim(dim, 0).contiguous()
     lengths = [len(run) for run in split(schedule.length(topology.ring.rank), topology.ulysses.degree)]

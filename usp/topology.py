@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 
+import torch
 import torch.distributed as dist
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh
 
-from usp.agreement import Agreement, Options
+from usp.agreement import Agreement, Facts, Options
 from usp.errors import TopologyError
 from usp.placement import Grid, place
 from usp.transports.base import Group
@@ -57,7 +58,7 @@ class Topology:
         nodes: the node of every global rank, "?" where unknown.
         ulysses: the axis inside the node.
         ring: the axis across nodes.
-        agreement: how the ranks of this grid compare arguments; None for a grid of one rank.
+        agreement: how the ranks of this grid compare arguments; None for a grid of one rank, or without checks.
     """
 
     rank: int
@@ -178,6 +179,22 @@ class Topology:
         """Number of ranks that share a sequence: ring degree x Ulysses degree."""
         return self.ring.degree * self.ulysses.degree
 
+    def confirm(self, facts: Facts) -> None:
+        """Compares the arguments of a collective call with the other ranks of this grid, before it communicates.
+
+        Does nothing inside torch.compile, where a call to the store would break the graph.
+
+        Raises:
+            AgreementError: they differ, or a rank did not come.
+        """
+        if self.agreement is not None and not torch.compiler.is_compiling():
+            self.agreement.confirm(facts)
+
+    def object(self, error: Exception) -> None:
+        """Tells ranks that wait in `confirm` that this one refused its arguments."""
+        if self.agreement is not None and not torch.compiler.is_compiling():
+            self.agreement.object(str(error))
+
     def describe(self) -> str:
         """A table of nodes and their ranks with everyone's coordinates, and which groups cross nodes."""
         place = {
@@ -215,7 +232,7 @@ def assemble(
     column = tuple(other[u] for other in grid)
     members = [member for line in grid for member in line]
     agreement = None
-    if store is not None and len(members) > 1:
+    if store is not None and len(members) > 1 and options.check != "off":
         agreement = Agreement(store, "attention", members, rank, options)
     return Topology(
         rank, grids, nodes, Axis("ulysses", row, u, group("ulysses", row, rank)),

@@ -1,0 +1,96 @@
+"""The CUDA path of one rank of 64 (ulysses 8 x ring 8), on fake tensors and the fake process group.
+
+Proves schemas, shapes, dtypes, devices and splits, not numbers. Functions are called below autograd: a fake CUDA tensor
+that requires a gradient aborts the process.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import usp
+from usp import kernels, transports
+from usp.all_to_all import Deal, exchange
+from usp.heads import groups
+from usp.kernels.base import Call
+from usp.mask import Mask
+from usp.positions import split
+from usp.ring import Ring
+from usp.schedule import Schedule
+
+WORLD, RANK = 64, 27
+
+
+aten = torch.ops.aten
+
+
+def sliced(x, index):
+    """`x[index]` for slices."""
+    index = index if isinstance(index, tuple) else (index,)
+    if Ellipsis in index:
+        at = index.index(Ellipsis)
+        index = index[:at] + (slice(None),) * (x.ndim - len(index) + 1) + index[at + 1 :]
+    for dim, part in enumerate(index):
+        x = aten.slice.Tensor(x, dim, part.start, part.stop)
+    return x
+
+
+BY_OPS = {
+    "__getitem__": sliced,
+    "__setitem__": lambda x, index, value: aten.copy_.default(sliced(x, index), value),
+    "copy_": aten.copy_.default,
+    "contiguous": aten.contiguous.default,
+}
+"""Methods whose Python bindings ask for a CUDA device guard, which a CPU build lacks, by the ops that they call."""
+
+
+@pytest.fixture
+def topology(monkeypatch):
+    for name, op in BY_OPS.items():
+        monkeypatch.setattr(FakeTensor, name, lambda *args, op=op: op(*args), raising=False)
+    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=WORLD)
+    nodes = [str(rank // 8) for rank in range(WORLD)]
+    yield usp.Topology.build(8, 8, nodes=nodes, check="off")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("transport", ["p2p", "all_gather"])
+@pytest.mark.parametrize(
+    ("mask", "layout"), [(":0", "zigzag"), (":", "contiguous"), ("-500:0", "contiguous"), ("-900:40", "striped")]
+)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(64, 8), (32, 4), (28, 4)])
+def test_forward_and_backward_of_one_rank(topology, transport, mask, layout, heads, kv_heads):
+    seq_len = 16_411  # a prime: uneven shards on both axes
+    schedule = Schedule(Mask.parse(mask), layout, seq_len, 8)
+    lengths = tuple(len(run) for run in split(schedule.length(topology.ring.rank), 8))
+    deal = Deal(heads, (heads, kv_heads, kv_heads), lengths)
+    ulysses = transports.load("auto", topology.ulysses.group)
+    with FakeTensorMode():
+        like = dict(dtype=torch.bfloat16, device="cuda")
+        local = lengths[topology.ulysses.rank]
+        qkv = [torch.empty(2, local, h, 128, **like) for h in (heads, kv_heads, kv_heads)]
+        name = kernels.select(kernels.candidates("auto"), Call("cuda", torch.bfloat16, 128, 128))
+        assert name == "sdpa"
+        own = groups(heads, kv_heads, 8, topology.ulysses.rank)
+        ring = Ring(schedule, transports.load(transport, topology.ring.group), kernels.load(name), own, 128**-0.5)
+        q, k, v = exchange(qkv, deal, True, ulysses)
+        assert q.shape == (2, schedule.length(topology.ring.rank), sum(own), 128)
+        out, lse = ring.forward(q, k, v)
+        (back,) = exchange([out], Deal(heads, (heads,), lengths), False, ulysses)
+        assert (back.shape, back.dtype, back.device.type) == (qkv[0].shape, torch.bfloat16, "cuda")
+        assert (lse.shape, lse.dtype, lse.device.type) == (q.shape[:-1], torch.float32, "cuda")
+        (dout,) = exchange([torch.empty_like(back)], Deal(heads, (heads,), lengths), True, ulysses)
+        grads = exchange(ring.backward(dout, q, k, v, out, lse), deal, False, ulysses)
+        for grad, x in zip(grads, qkv, strict=True):
+            assert (grad.shape, grad.dtype, grad.device.type) == (x.shape, torch.bfloat16, "cuda")
+
+
+def test_the_module_under_fake_tensors(topology):
+    attn = usp.USPAttention(topology=topology, layout="zigzag")
+    with FakeTensorMode(), torch.no_grad():
+        q, k, v = (torch.empty(1, 2048, h, 128, dtype=torch.bfloat16, device="cuda") for h in (64, 8, 8))
+        out, lse = attn(q, k, v, is_causal=True, return_lse=True)
+    assert (out.shape, out.dtype, out.device.type) == (q.shape, torch.bfloat16, "cuda")
+    assert (lse.shape, lse.dtype) == (q.shape[:-1], torch.float32)

@@ -1,0 +1,71 @@
+"""Transports on real processes: what is sent, and that what no rank needs is not."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from usp import kernels, transports
+from usp.mask import Mask
+from usp.ring import Ring
+from usp.schedule import Schedule
+
+
+def circulated(rank, name, hops, numels):
+    transport = transports.load(name, dist.group.WORLD)
+    shapes = [((n, 2), (n,)) for n in numels]
+    own = [torch.full(shape, float(rank), dtype=torch.float32) for shape in shapes[rank]]
+    seen, first = [], None
+    for stop in transport.circulate(own, shapes, hops):
+        first = first or stop
+        assert [t.shape for t in stop.tensors] == [torch.Size(s) for s in shapes[stop.owner]]
+        assert all((t == stop.owner).all() for t in stop.tensors)
+        seen.append(stop.owner)
+        stop.gradients = [torch.full(s, 10.0**rank, dtype=torch.float64) for s in shapes[stop.owner]]
+    return seen, [g.flatten().tolist() for g in first.gradients]
+
+
+@pytest.mark.parametrize("name", ["p2p", "all_gather"])
+@pytest.mark.parametrize("numels", [(3, 3, 3, 3), (4, 0, 2, 1)], ids=str)
+@pytest.mark.parametrize("hops", [0, 1, 2, 3])
+def test_blocks_come_by_and_gradients_come_home(pool, name, numels, hops):
+    for rank, (seen, gradients) in enumerate(pool(4).run(circulated, name, hops, numels)):
+        assert seen == [(rank - hop) % 4 for hop in range(hops + 1)]
+        total = sum(10.0 ** ((rank + hop) % 4) for hop in range(hops + 1))
+        assert gradients == [[total] * (2 * numels[rank]), [total] * numels[rank]]
+
+
+class Counting(transports.load("p2p", None).__class__):
+    """Counts the elements that leave this rank, exchange by exchange."""
+
+    def __init__(self, group):
+        super().__init__(group)
+        self.sent = []
+
+    def exchange(self, sends, receives):
+        self.sent.append(sum(t.numel() for t in sends.values()))
+        return super().exchange(sends, receives)
+
+
+def sent(rank, mask, layout, seq_len):
+    counting = Counting(dist.group.WORLD)
+    schedule = Schedule(Mask.parse(mask), layout, seq_len, 4)
+    ring = Ring(schedule, counting, kernels.load("sdpa"), (2,), 0.3)
+    q, k, v = (torch.randn(1, schedule.length(rank), heads, 8) for heads in (2, 1, 1))
+    out, lse = ring.forward(q, k, v)
+    forward, counting.sent = counting.sent, []
+    ring.backward(torch.randn_like(out), q, k, v, out, lse)
+    return forward, counting.sent
+
+
+def test_k_and_v_travel_in_one_message_a_hop(pool):
+    for forward, backward in pool(4).run(sent, ":0", "zigzag", 64):
+        assert forward == [16 * 16] * 3
+        assert backward == [16 * 16] * 7  # 3 of k and v, and 4 of their gradients: the last brings them home
+
+
+def test_hops_that_no_rank_needs_are_not_made(pool):
+    for forward, backward in pool(4).run(sent, "-9:0", "contiguous", 64):
+        assert forward == [16 * 16]
+        assert backward == [16 * 16] * 3
+    for forward, backward in pool(4).run(sent, ":0@0,16,32,48,64", "contiguous", 64):
+        assert (forward, backward) == ([], [])  # every document lies on one rank
