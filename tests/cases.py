@@ -78,8 +78,9 @@ def failures(case: Case, results: list[Tensor]) -> list[str]:
             relative_error(x, ref)
             for x, ref in zip(_single_device(case, seen), (reference[0], *reference[2:]), strict=True)
         ]
-        # torch's CPU kernel takes a fast exponential in half precision: its own lse is good to a few 1e-6
-        bounds = [1.5 * single[0], 1e-5, *(1.5 * error for error in single[1:])]
+        # torch's CPU kernel takes a fast exponential in half precision: an lse of its own is off by up to 1e-4
+        bounds = [max(1.5 * error, BOUNDS[torch.float32]) for error in single]
+        bounds.insert(1, 1e-4)
     for name, error, bound, dtype in zip(NAMES, errors, bounds, [x.dtype for x in results], strict=True):
         if not error <= bound:
             wrong.append(f"{name}: {error:.2e} > {bound:.2e}")

@@ -36,8 +36,8 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seen: Tensor,
 
 
 def relative_error(x: Tensor, reference: Tensor) -> float:
-    """norm(x - ref) / norm(ref); where the reference is all but zero (a row that sees one key has dq = dk = 0), the
-    denominator is 1e-2 a element: a gradient of that size is noise beside inputs of size 1."""
-    reference = reference.double()
-    floor = 1e-2 * reference.numel() ** 0.5
-    return ((x.double() - reference).norm() / max(reference.norm().item(), floor)).item() if x.numel() else 0.0
+    """norm(x - ref) / norm(ref). Where the reference is zero but for rounding (queries that see one key have
+    dq = dk = 0), the root mean square of x: a gradient there is rounding of products of inputs of size 1."""
+    reference, size = reference.double(), reference.numel() ** 0.5
+    norm = reference.norm().item()
+    return ((x.double() - reference).norm().item() / (norm if norm > 1e-9 * size else size)) if x.numel() else 0.0

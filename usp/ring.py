@@ -190,9 +190,9 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, dout, dlse):
-    tensors = _with_gradient(ctx.saved_tensors, dout, dlse)
-    dq, dk, dv = attention_backward_op(tensors, *ctx.plain)
-    return dq, dk, dv[..., : ctx.saved_tensors[2].shape[-1]], None, None, None
+    saved = ctx.saved_tensors  # once: checkpointing may unpack a tensor only once
+    dq, dk, dv = attention_backward_op(_with_gradient(saved, dout, dlse), *ctx.plain)
+    return dq, dk, dv[..., : saved[2].shape[-1]], None, None, None
 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)
@@ -211,8 +211,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
-        dq, dk, dv = ctx.ring.backward(*_with_gradient(ctx.saved_tensors, dout, dlse))
-        return None, dq, dk, dv[..., : ctx.saved_tensors[2].shape[-1]]
+        saved = ctx.saved_tensors
+        dq, dk, dv = ctx.ring.backward(*_with_gradient(saved, dout, dlse))
+        return None, dq, dk, dv[..., : saved[2].shape[-1]]
 
 
 def _with_gradient(saved: tuple[Tensor, ...], dout: Tensor | None, dlse: Tensor | None) -> list[Tensor]:
