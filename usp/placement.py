@@ -49,6 +49,39 @@ def place(
     return tuple(tuple(groups[i : i + ring_degree]) for i in range(0, len(groups), ring_degree))
 
 
+def rows(grids: Sequence[Grid]) -> list[tuple[int, ...]]:
+    """The Ulysses groups of all grids."""
+    return [row for grid in grids for row in grid]
+
+
+def columns(grids: Sequence[Grid]) -> list[tuple[int, ...]]:
+    """The rings of all grids."""
+    return [column for grid in grids for column in zip(*grid, strict=True)]
+
+
+def crossing(groups: Sequence[tuple[int, ...]], nodes: Sequence[str]) -> list[tuple[int, ...]]:
+    """Those of some groups of ranks that span several nodes."""
+    return [group for group in groups if len({nodes[rank] for rank in group}) > 1]
+
+
+def describe(grids: Sequence[Grid], nodes: Sequence[str]) -> str:
+    """A table of nodes and their ranks with everyone's coordinates, and which groups cross nodes."""
+    cells = {
+        rank: f"{rank}: d{d} r{r} u{u}"
+        for d, grid in enumerate(grids)
+        for r, row in enumerate(grid)
+        for u, rank in enumerate(row)
+    }
+    width, ring = max(map(len, cells.values())), len(grids[0])
+    lines = [f"ring {ring} x ulysses {len(grids[0][0])} x data {len(grids)} (rank: d data, r ring, u ulysses)"]
+    for node in dict.fromkeys(nodes[rank] for rank in sorted(cells)):
+        line = (text.ljust(width) for rank, text in sorted(cells.items()) if nodes[rank] == node)
+        lines.append(f"  node {node} | " + " | ".join(line))
+    for name, groups in (("ulysses", rows(grids)), ("ring", columns(grids))):
+        lines.append(f"  {name} groups that cross nodes: {crossing(groups, nodes) or 'none'}")
+    return "\n".join(lines)
+
+
 def _straddles(members: dict[str, list[int]], ulysses_degree: int, size: int) -> str:
     table = "\n".join(f"  {node}: {len(ranks)} ranks ({_ranks(ranks)})" for node, ranks in members.items())
     common = gcd(*(len(ranks) for ranks in members.values()))

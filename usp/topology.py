@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from usp.agreement import Agreement, Facts, Options
 from usp.errors import TopologyError
-from usp.placement import Grid, place
+from usp.placement import Grid, columns, describe, place, rows
 from usp.transports.base import Group
 
 GroupMaker = Callable[[str, tuple[int, ...], int], Group]
@@ -197,24 +197,7 @@ class Topology:
 
     def describe(self) -> str:
         """A table of nodes and their ranks with everyone's coordinates, and which groups cross nodes."""
-        place = {
-            rank: f"{rank}: d{d} r{r} u{u}"
-            for d, grid in enumerate(self.grids)
-            for r, row in enumerate(grid)
-            for u, rank in enumerate(row)
-        }
-        width = max(map(len, place.values()))
-        lines = [
-            f"ring {self.ring.degree} x ulysses {self.ulysses.degree} x data {self.data_degree}"
-            " (rank: d data, r ring, u ulysses)"
-        ]
-        for node in dict.fromkeys(self.nodes[rank] for rank in sorted(place)):
-            cells = (text.ljust(width) for rank, text in sorted(place.items()) if self.nodes[rank] == node)
-            lines.append(f"  node {node} | " + " | ".join(cells))
-        for name, groups in (("ulysses", _rows(self.grids)), ("ring", _columns(self.grids))):
-            crossing = [group for group in groups if len({self.nodes[rank] for rank in group}) > 1]
-            lines.append(f"  {name} groups that cross nodes: {crossing or 'none'}")
-        return "\n".join(lines)
+        return describe(self.grids, self.nodes)
 
 
 def assemble(
@@ -258,23 +241,13 @@ def _build(
         raise TopologyError(f"nodes names {len(nodes)} ranks and the world has {len(everyone)}: name each rank's node")
     grids = place(nodes, ulysses_degree, ring_degree, allow_cross_node)
     groups: dict[tuple[int, ...], Group] = {}
-    for ranks in [*_rows(grids), *_columns(grids)]:  # every rank creates every group, in the same order
+    for ranks in [*rows(grids), *columns(grids)]:  # every rank creates every group, in the same order
         if ranks == everyone:
             groups[ranks] = world
         elif len(ranks) > 1:
             ascending = sorted(ranks) == list(ranks)  # sort_ranks is newer than the oldest torch this runs on
             groups[ranks] = dist.new_group(list(ranks)) if ascending else dist.new_group(list(ranks), sort_ranks=False)
     return assemble(world.rank(), grids, nodes, store, lambda _, ranks, __: groups.get(ranks), options)
-
-
-def _rows(grids: tuple[Grid, ...]) -> list[tuple[int, ...]]:
-    """The Ulysses groups of all grids."""
-    return [row for grid in grids for row in grid]
-
-
-def _columns(grids: tuple[Grid, ...]) -> list[tuple[int, ...]]:
-    """The rings of all grids."""
-    return [column for grid in grids for column in zip(*grid, strict=True)]
 
 
 def _nodes(store: Store, ranks: tuple[int, ...], options: Options) -> tuple[str, ...]:

@@ -1,1 +1,5 @@
 """The `usp` command."""
+
+from usp.cli.app import main
+
+__all__ = ["main"]
