@@ -89,11 +89,12 @@ class Agreement:
         if self.options.check == "first" and known in self._seen:
             return
         notes = [json.loads(note) for note in self.gather(json.dumps({k: str(v) for k, v in facts.items()}))]
+        first = notes[0]
         differing = [
-            f"rank {member} has {name} {note.get(name)} where rank {self.members[0]} has {notes[0][name]}"
+            f"rank {member} has {name} {note.get(name)} where rank {self.members[0]} has {first.get(name)}"
             for member, note in zip(self.members, notes, strict=True)
-            for name in notes[0]
-            if note.get(name) != notes[0][name]
+            for name in dict.fromkeys([*first, *note])
+            if note.get(name) != first.get(name)
         ]
         if differing:
             raise AgreementError(
@@ -105,8 +106,10 @@ class Agreement:
         """Tells the members that wait for this rank's note that there will be none, and why. Does not wait."""
         self._calls += 1
         self._put(self._key(self.rank), "-" + reason)
+        self._forget(self._calls - 1, self.rank)
         if self.rank == self.members[0]:
             self._put(self._key("verdict"), json.dumps(["-" + reason]))
+            self._forget(self._calls - 1, "verdict")
 
     def _collect(self) -> list[str]:
         deadline = time.monotonic() + self.options.timeout.total_seconds()

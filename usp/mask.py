@@ -120,7 +120,7 @@ class Mask:
         """
         if len(boundaries) < 2:
             raise InputError(f"document boundaries hold no document, got {_brief(boundaries)}: give (0, ..., seq_len)")
-        return cls(boundaries=tuple(boundaries))
+        return cls(boundaries=tuple(map(int, boundaries)))
 
     def __and__(self, other: "Mask") -> "Mask":
         """Sees what both see.

@@ -28,10 +28,10 @@ def place(
         TopologyError: a degree is not a positive integer, their product does not divide the world, or a Ulysses group
             would span nodes and that was not allowed.
     """
-    world, size = len(nodes), ulysses_degree * ring_degree
     for name, degree in (("ulysses_degree", ulysses_degree), ("ring_degree", ring_degree)):
         if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
             raise TopologyError(f"{name} must be a positive integer, got {degree!r}")
+    world, size = len(nodes), ulysses_degree * ring_degree
     if world % size:
         fitting = ", ".join(f"{u} x {world // u}" for u in _divisors(world))
         raise TopologyError(

@@ -70,22 +70,27 @@ class Ring:
 
         Every rank's share of dk and dv is summed in float32 (float64 for float64).
         """
-        dq, own = Sum(q), None
+        row_side, dq, own = (dout, q, out, lse), Sum(q), None
         for stop in self._walk(k, v):
             own = own or stop
-            k_block, v_block = stop.tensors
-            dk, dv = Sum(k_block), Sum(v_block)
-            for tile, heads in self._pieces(stop.owner):
-                rows, columns = (slice(None), tile.q, heads.q), (slice(None), tile.k, heads.kv)
-                block = dout[rows], q[rows], k_block[columns], v_block[columns], out[rows], lse[rows]
-                q_share, k_share, v_share = self.kernel.backward(*block, tile.band, self.scale)
-                dq.add(tile.q, heads.q, q_share)
-                dk.add(tile.k, heads.kv, k_share)
-                dv.add(tile.k, heads.kv, v_share)
-            stop.gradients = [dk.result(), dv.result()]
+            stop.gradients = self._block_backward(row_side, stop, dq)
         assert own is not None and own.gradients is not None  # a walk begins at this rank's own block
         dq, dk, dv = (t.to(q.dtype).contiguous() for t in (dq.result(), *own.gradients))
         return dq, dk, dv
+
+    def _block_backward(self, row_side: tuple[Tensor, ...], stop: Stop, dq: Sum) -> list[Tensor]:
+        """One block's dk and dv from this rank, whose dq is added to. A function, so no tile outlives its block."""
+        dout, q, out, lse = row_side
+        k, v = stop.tensors
+        dk, dv = Sum(k), Sum(v)
+        for tile, heads in self._pieces(stop.owner):
+            rows, columns = (slice(None), tile.q, heads.q), (slice(None), tile.k, heads.kv)
+            block = dout[rows], q[rows], k[columns], v[columns], (out[rows], lse[rows])
+            q_share, k_share, v_share = self.kernel.backward(*block, tile.band, self.scale)
+            dq.add(tile.q, heads.q, q_share)
+            dk.add(tile.k, heads.kv, k_share)
+            dv.add(tile.k, heads.kv, v_share)
+        return [dk.result(), dv.result()]
 
     def _walk(self, k: Tensor, v: Tensor) -> Iterator[Stop]:
         """Every rank's keys and values as they come by, as far as any rank needs them; this rank's own first."""

@@ -24,6 +24,10 @@ class Schedule:
     seq_len: int
     ring_degree: int
 
+    def __post_init__(self) -> None:
+        """Raises InputError if the documents of the mask do not add up to `seq_len`."""
+        self.mask.check(self.seq_len)
+
     def positions(self, rank: int) -> Positions:
         """Global positions that ring rank `rank` holds."""
         return _positions(self, rank)

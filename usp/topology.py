@@ -190,7 +190,7 @@ class Topology:
         if self.agreement is not None and not torch.compiler.is_compiling():
             self.agreement.confirm(facts)
 
-    def object(self, error: Exception) -> None:
+    def object(self, error: BaseException) -> None:
         """Tells ranks that wait in `confirm` that this one refused its arguments."""
         if self.agreement is not None and not torch.compiler.is_compiling():
             self.agreement.object(str(error))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from usp.kernels.base import Kernel
+from usp.kernels.base import Kernel, Result
 from usp.mask import Band
 from usp.merge import accumulation_dtype
 
@@ -28,9 +28,9 @@ class WindowKernel(Kernel):
 
     @abstractmethod
     def window_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: Window, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, window: Window, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv; lse is (B, H, Q) and contiguous."""
+        """dq, dk and dv; the lse of the result is (B, H, Q) and contiguous."""
 
     @override
     def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
@@ -45,20 +45,18 @@ class WindowKernel(Kernel):
 
     @override
     def tile_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, band: Band, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows = _parts(q, k, band)
+        (out, lse), rows = result, _parts(q, k, band)
         if len(rows) > 1:
-            shares = [
-                self.backward(dout[:, r], q[:, r], k, v, out[:, r], lse[:, r], band.shift(r.start), scale) for r in rows
-            ]
-            dq, *dkv = zip(*shares, strict=True)
+            cut = [((dout[:, r], q[:, r], k, v, (out[:, r], lse[:, r])), band.shift(r.start)) for r in rows]
+            dq, *dkv = zip(*(self.backward(*part, part_band, scale) for part, part_band in cut), strict=True)
             dk, dv = (torch.stack(share).sum(0, dtype=accumulation_dtype(q.dtype)) for share in dkv)
             return torch.cat(dq, 1), dk, dv
         head_dim, v_head_dim = q.shape[-1], v.shape[-1]
         dout, q, k, v, out = same_head_dim(dout, q, k, v, out, multiple=8)
-        heads_first = lse.transpose(1, 2).contiguous()
-        dq, dk, dv = self.window_backward(dout, q, k, v, out, heads_first, _window(q, k, band), scale)
+        result = out, lse.transpose(1, 2).contiguous()
+        dq, dk, dv = self.window_backward(dout, q, k, v, result, _window(q, k, band), scale)
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :v_head_dim]
 
 

@@ -13,6 +13,9 @@ from torch import Tensor
 from usp.mask import Band, Tile, trim
 from usp.merge import accumulation_dtype
 
+Result = tuple[Tensor, Tensor]
+"""What attention returns: output and lse."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -46,9 +49,9 @@ class Kernel(ABC):
 
     @abstractmethod
     def tile_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, band: Band, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk and dv of a trimmed tile, given the out and lse of the whole row."""
+        """dq, dk and dv of a trimmed tile, given the output and lse of the whole rows."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
         """Attention of q (B, Q, H, D) to k (B, K, G, D) and v (B, K, G, E) under a band on their indices.
@@ -67,7 +70,7 @@ class Kernel(ABC):
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, band: Band, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """This tile's share of the gradients (FlashAttention, Dao et al. 2022, algorithm 4).
 
@@ -76,26 +79,27 @@ class Kernel(ABC):
             q: queries (B, Q, H, D).
             k: keys (B, K, G, D).
             v: values (B, K, G, E).
-            out: output of the WHOLE row (B, Q, H, E), merged over all tiles; likewise
-            lse: its lse (B, Q, H). With both, the shares of all tiles add up to the exact gradients.
+            result: output (B, Q, H, E) and lse (B, Q, H) of the WHOLE rows, merged over all tiles: with them, the
+                shares of all tiles add up to the exact gradients.
             band: which keys a query sees.
             scale: factor on the scores.
 
         Returns:
             dq, dk and dv, in q's dtype or wider.
         """
+        out, lse = result
         # A row that saw nothing has no weights: exp(score - inf) is 0, where exp(score + inf) would be NaN.
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         tile = _visible(q, k, band)
         if tile and _whole(tile, q, k):
             dout, q, k, v, out = map(_dense, (dout, q, k, v, out))
-            return self.tile_backward(dout, q, k, v, out, lse, tile.band, scale)
+            return self.tile_backward(dout, q, k, v, (out, lse), tile.band, scale)
         dq, dk, dv = (t.new_zeros(t.shape) for t in (q, k, v))
         if tile:
             dout, q, out = (_dense(t[:, tile.q]) for t in (dout, q, out))
             k, v = (_dense(t[:, tile.k]) for t in (k, v))
             dq[:, tile.q], dk[:, tile.k], dv[:, tile.k] = self.tile_backward(
-                dout, q, k, v, out, lse[:, tile.q], tile.band, scale
+                dout, q, k, v, (out, lse[:, tile.q]), tile.band, scale
             )
         return dq, dk, dv
 

@@ -16,7 +16,7 @@ from torch.torch_version import TorchVersion
 from typing_extensions import override
 
 from usp.kernels._windows import Window, WindowKernel
-from usp.kernels.base import Call
+from usp.kernels.base import Call, Result
 
 
 class FlashAttn(WindowKernel):
@@ -61,9 +61,9 @@ class FlashAttn(WindowKernel):
 
     @override
     def window_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: Window, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, window: Window, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        left, right = _minus_one(window)
+        (out, lse), (left, right) = result, _minus_one(window)
         dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
         given = (dout, q, k, v, out, lse, dq, dk, dv)
         deterministic = torch.are_deterministic_algorithms_enabled()

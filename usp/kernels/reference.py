@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from usp.kernels.base import Call, Kernel, hidden_by
+from usp.kernels.base import Call, Kernel, Result, hidden_by
 from usp.mask import Band, Tile, blocks
 from usp.merge import accumulation_dtype, merge_
 
@@ -42,8 +42,9 @@ class Reference(Kernel):
 
     @override
     def tile_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, band: Band, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse = result
         dout, q, k, v, out = (t.to(accumulation_dtype(q.dtype)) for t in (dout, q, k, v, out))
         dq, dk, dv = (t.new_zeros(t.shape) for t in (q, k, v))
         delta = (dout * out).sum(-1)  # sum_k p dp, FlashAttention eq. 4

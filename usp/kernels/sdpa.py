@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from usp.kernels._windows import Window, WindowKernel, same_head_dim
-from usp.kernels.base import Call, Kernel, hidden_by
+from usp.kernels.base import Call, Kernel, Result, hidden_by
 from usp.mask import CAUSAL, FULL, Band, Tile, blocks
 from usp.merge import accumulation_dtype
 
@@ -39,9 +39,9 @@ class Sdpa(Kernel):
 
     @override
     def tile_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, band: Band, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._by_device[q.device.type].tile_backward(dout, q, k, v, out, lse, band, scale)
+        return self._by_device[q.device.type].tile_backward(dout, q, k, v, result, band, scale)
 
 
 # ---- CPU -------------------------------------------------------------------------------------------------------------
@@ -64,9 +64,9 @@ class Cpu(Kernel):
 
     @override
     def tile_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, band: Band, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        head_dim, v_head_dim = q.shape[-1], v.shape[-1]
+        (out, lse), head_dim, v_head_dim = result, q.shape[-1], v.shape[-1]
         dout, q, k, v, out = same_head_dim(dout, q, k, v, out)
         dq, dk, dv = _cpu_backward(dout, q, k, v, out, lse, band, scale)
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :v_head_dim]
@@ -167,9 +167,9 @@ class Cuda(WindowKernel):
 
     @override
     def window_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: Window, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, window: Window, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        left, right = window
+        (out, lse), (left, right) = result, window
         no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)  # a random state, read only with dropout
         return aten._flash_attention_backward(
             dout, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, False, no_dropout, no_dropout,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from usp.transports.base import Shape, Stop, flatten, unflatten
+from usp.transports.base import Shape, Stop, add_, flatten, unflatten
 from usp.transports.p2p import P2P
 
 
@@ -39,8 +39,7 @@ class AllGather(P2P):
         receives = {(self.rank + hop) % self.size: total[0].new_empty(numel) for hop in range(1, hops + 1)}
         self.exchange(sends, receives).wait()
         for shares in receives.values():
-            for mine, theirs in zip(total, unflatten(shares, shapes[self.rank]), strict=True):
-                mine += theirs
+            add_(total, unflatten(shares, shapes[self.rank]))
 
     def _gather(self, own: Sequence[Tensor], shapes: Sequence[Sequence[Shape]]) -> tuple[dist.Work, list[Tensor]]:
         """Starts the collective, which wants equal sizes: blocks are padded to the longest."""

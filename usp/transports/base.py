@@ -59,7 +59,7 @@ class Transport(ABC):
 
         Yields:
             A stop for each block that comes by, this rank's own first. When the iteration has ended, that first stop
-            holds the gradients that all ranks left for this rank's block, if any rank's call leaves gradients.
+            holds the sum of the gradients that all ranks left for this rank's block.
         """
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         numels = [sum(map(math.prod, block)) for block in shapes]
@@ -70,15 +70,14 @@ class Transport(ABC):
             following = (stop.owner - 1) % self.size
             ahead = self._move(block, after, before, numels[following]) if hop < hops else None
             yield stop
-            if stop.gradients is not None:
+            if stop.gradients is not None and hops:
                 if behind is not None:
-                    for mine, theirs in zip(stop.gradients, unflatten(behind.wait(), shapes[stop.owner]), strict=True):
-                        mine += theirs
+                    add_(stop.gradients, unflatten(behind.wait(), shapes[stop.owner]))
+                message, stop.gradients = flatten(stop.gradients), None
                 if hop < hops:
-                    behind = self._move(flatten(stop.gradients), after, before, numels[following])
-                elif hops:
-                    source = (self.rank + hops) % self.size
-                    home = self._move(flatten(stop.gradients), stop.owner, source, numels[self.rank])
+                    behind = self._move(message, after, before, numels[following])
+                else:
+                    home = self._move(message, stop.owner, (self.rank + hops) % self.size, numels[self.rank])
                     first.gradients = [part.clone() for part in unflatten(home.wait(), shapes[self.rank])]
             if ahead is not None:
                 block = ahead.wait()
@@ -97,8 +96,8 @@ class Stop:
     Attributes:
         owner: the rank whose block it is.
         tensors: the block.
-        gradients: what this rank adds to the block's gradients, left by the caller, who gives them up; every rank of a
-            ring leaves them at every stop, or none does. May be None only where all are.
+        gradients: what this rank adds to the block's gradients. The caller leaves them here, and gives them up: every
+            rank of a ring at every stop, or none at any.
     """
 
     owner: int
@@ -116,6 +115,12 @@ class Move:
         """The tensor, once it is here."""
         self._flight.wait()
         return self._tensor
+
+
+def add_(totals: Sequence[Tensor], shares: Sequence[Tensor]) -> None:
+    """Adds tensor by tensor, in place."""
+    for total, share in zip(totals, shares, strict=True):
+        total += share
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:

@@ -68,8 +68,11 @@ class Local(Transport):
     @override
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Flight:
         for peer, tensor in sends.items():
-            self._box(self.rank, peer).put(tensor.detach().clone())  # the sender may go on and change it
-        return Arrivals(self.group.hub, [(peer, self._box(peer, self.rank), t) for peer, t in receives.items()])
+            if tensor.numel():
+                self._box(self.rank, peer).put(tensor.detach().clone())  # the sender may go on and change it
+        return Arrivals(
+            self.group.hub, [(peer, self._box(peer, self.rank), t) for peer, t in receives.items() if t.numel()]
+        )
 
     def _box(self, source: int, target: int) -> queue.Queue[Tensor]:
         ranks = self.group.ranks
@@ -123,13 +126,14 @@ def run(
         return LocalGroup(hub, axis, ranks, ranks.index(rank)) if len(ranks) > 1 else None
 
     def body(rank: int) -> None:
+        options = Options(timeout=timedelta(seconds=timeout_seconds))
+        topology = assemble(rank, grids, ("local",) * len(world), store, group, options)
         try:
-            options = Options(timeout=timedelta(seconds=timeout_seconds))
-            topology = assemble(rank, grids, ("local",) * len(world), store, group, options)
             results[rank] = work(topology)
         except BaseException as failure:  # re-raised below, in the caller's thread
             failures.append(failure)
             hub.failed.set()
+            topology.object(failure)
 
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in world]
     for thread in threads:
