@@ -53,6 +53,7 @@ class Agreement:
         self._name = f"usp/{name}/{','.join(map(str, members))}"
         self._name += f"/{store.add(f'{self._name}/{rank}', 1)}"
         self._calls = 0
+        self._kept: list[str] = []
         self._seen: set[Hashable] = set()
 
     def gather(self, note: str) -> list[str]:
@@ -61,19 +62,20 @@ class Agreement:
         Raises:
             AgreementError: a member did not come within the time-out, or published an error; it is named.
         """
+        past, self._kept = self._kept, []
         self._calls += 1
-        self._put(self._key(self.rank), "+" + note)
-        self._put(f"{self._name}/{self.rank}/last", f"call {self._calls}")
+        self._put(self.rank, "+" + note)
+        self._store.set(f"{self._name}/{self.rank}/last", f"call {self._calls}")
         leader = self.members[0]
         if self.rank == leader:
             verdict = self._collect()
-            self._put(self._key("verdict"), json.dumps(verdict))
-            self._forget(self._calls - 1, "verdict")
+            self._put("verdict", json.dumps(verdict))
         else:
             grace = timedelta(seconds=10)  # the leader's own verdict on who is missing comes first
             found = self._get(self._key("verdict"), self.options.timeout + grace)
             verdict = [f"-{self._missing(leader)}"] if found is None else json.loads(found)
-        self._forget(self._calls - 1, self.rank)
+        for key in past:  # a verdict on this call means that every rank is done with the calls before it
+            self._store.delete_key(key)
         failures = [f"rank {m}: {text[1:]}" for m, text in zip(self.members, verdict, strict=False) if text[0] == "-"]
         if failures:
             raise AgreementError("; ".join(failures))
@@ -105,11 +107,9 @@ class Agreement:
     def object(self, reason: str) -> None:
         """Tells the members that wait for this rank's note that there will be none, and why. Does not wait."""
         self._calls += 1
-        self._put(self._key(self.rank), "-" + reason)
-        self._forget(self._calls - 1, self.rank)
+        self._put(self.rank, "-" + reason)
         if self.rank == self.members[0]:
-            self._put(self._key("verdict"), json.dumps(["-" + reason]))
-            self._forget(self._calls - 1, "verdict")
+            self._put("verdict", json.dumps(["-" + reason]))
 
     def _collect(self) -> list[str]:
         deadline = time.monotonic() + self.options.timeout.total_seconds()
@@ -128,8 +128,9 @@ class Agreement:
     def _key(self, who: int | str) -> str:
         return f"{self._name}/{self._calls}/{who}"
 
-    def _put(self, key: str, value: str) -> None:
-        self._store.set(key, value)
+    def _put(self, who: int | str, value: str) -> None:
+        self._kept.append(self._key(who))
+        self._store.set(self._kept[-1], value)
 
     def _get(self, key: str, timeout: timedelta) -> str | None:
         try:
@@ -137,8 +138,3 @@ class Agreement:
         except RuntimeError:  # DistStoreError is one: the store has no time-out error of its own before torch 2.6
             return None
         return self._store.get(key).decode()
-
-    def _forget(self, call: int, who: int | str) -> None:
-        """Deletes a note that everyone has read: this call's notes exist only after all read the last verdict."""
-        if call:
-            self._store.delete_key(f"{self._name}/{call}/{who}")

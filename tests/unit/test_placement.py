@@ -76,6 +76,8 @@ def test_what_would_fit_does_fit():
     assert offered == ["1 x 12", "2 x 6", "4 x 3"]
     for pair in offered:
         place(["a"] * 4 + ["b"] * 8, *map(int, pair.split(" x ")))
+    with pytest.raises(TopologyError, match="ring_degree of 1 x 4, 2 x 2 would fit"):  # 3 and 6 do not divide 4
+        place(TWO_NODES_OF_SIX, 4, 1)
 
 
 @pytest.mark.parametrize("bad", [0, -2, True, 2.0, "2", None])

@@ -73,15 +73,15 @@ class Transport(ABC):
             if stop.gradients is not None and hops:
                 if behind is not None:
                     add_(stop.gradients, unflatten(behind.wait(), shapes[stop.owner]))
-                message, stop.gradients = flatten(stop.gradients), None
                 if hop < hops:
-                    behind = self._move(message, after, before, numels[following])
+                    behind = self._move(_take(stop), after, before, numels[following])
                 else:
-                    home = self._move(message, stop.owner, (self.rank + hops) % self.size, numels[self.rank])
-                    first.gradients = [part.clone() for part in unflatten(home.wait(), shapes[self.rank])]
+                    behind = self._move(_take(stop), stop.owner, (self.rank + hops) % self.size, numels[self.rank])
             if ahead is not None:
                 block = ahead.wait()
                 stop = Stop(following, unflatten(block, shapes[following]))
+        if behind is not None:
+            first.gradients = [part.clone() for part in unflatten(behind.wait(), shapes[self.rank])]
 
     def _move(self, tensor: Tensor, target: int, source: int, numel: int) -> "Move":
         """Sends `tensor` to `target` and receives `numel` elements from `source`."""
@@ -115,6 +115,13 @@ class Move:
         """The tensor, once it is here."""
         self._flight.wait()
         return self._tensor
+
+
+def _take(stop: Stop) -> Tensor:
+    """The gradients left at a stop, as one message. They are forgotten there: memory is short on the way home."""
+    left, stop.gradients = stop.gradients, None
+    assert left is not None  # asked by the caller
+    return flatten(left)
 
 
 def add_(totals: Sequence[Tensor], shares: Sequence[Tensor]) -> None:
