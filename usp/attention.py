@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from usp import kernels, layouts, transports
 from usp.all_to_all import Deal, all_to_all
-from usp.errors import InputError, USPError
+from usp.errors import InputError, TopologyError, USPError
 from usp.heads import groups
 from usp.kernels.base import Call, Kernel
 from usp.mask import CAUSAL, Mask
@@ -80,15 +80,14 @@ class USPAttention(nn.Module):
         topology: a grid of processes built before, instead of the degrees; otherwise one is built over the default
             process group, once for all modules of these degrees.
         layout: how positions are dealt to ring ranks: "contiguous" for shards sliced by hand; "zigzag" or "striped",
-        with
-            shards from `usp.shard`, balance causal work.
+            with shards from `usp.shard`, balance causal work.
         kernel: "auto" (torch's flash attention, else the reference), or a name: "sdpa", "flash_attn", "reference".
         transport: "auto" ("p2p"), or a name: "p2p", "all_gather".
         scale: factor on the scores; default 1 / sqrt(D).
 
     Raises:
         TopologyError: the degrees do not fit the processes, or contradict `topology`.
-        InputError: there is no layout, kernel or transport of that name.
+        InputError: there is no layout, kernel or transport of that name, or the transport does not run over the groups.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class USPAttention(nn.Module):
             topology = Topology.build(ulysses_degree, ring_degree)
         degrees = topology.ulysses.degree, topology.ring.degree
         if (ulysses_degree, ring_degree) not in (degrees, (1, 1)):
-            raise InputError(
+            raise TopologyError(
                 f"ulysses_degree={ulysses_degree} and ring_degree={ring_degree} contradict the topology, which is "
                 f"ulysses {degrees[0]} x ring {degrees[1]}: leave them out, or give the same"
             )

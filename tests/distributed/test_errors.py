@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import usp
-from usp.errors import AgreementError, InputError, KernelError
+from usp.errors import USPError
 from usp.mask import Mask
 
 
@@ -19,7 +19,7 @@ def tensors(length=8, heads=4, kv_heads=2, **options):
 def message(call):
     try:
         call()
-    except (InputError, KernelError, AgreementError) as error:
+    except USPError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 
