@@ -6,7 +6,8 @@ slower than float32 on a CPU without matrix units for it.
 CUDA: aten::_flash_attention_forward (FlashAttention-2), whose windows count from the bottom right.
 """
 
-from functools import cache
+from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -115,7 +116,7 @@ def _cpu_backward(
     return dq, dk, dv
 
 
-def _row_blocks(q: Tensor, k: Tensor, band: Band) -> list[tuple[Tile, Tensor]]:
+def _row_blocks(q: Tensor, k: Tensor, band: Band) -> Iterator[tuple[Tile, Tensor]]:
     """The band cut into row blocks, each with the columns its rows see and the additive mask of its corners.
 
     A block of b rows under a band of width w computes (w + b) / w of what is visible, and the op likes long blocks.
@@ -124,15 +125,13 @@ def _row_blocks(q: Tensor, k: Tensor, band: Band) -> list[tuple[Tile, Tensor]]:
     rows, columns = q.shape[1], k.shape[1]
     whole = Tile(slice(0, rows), slice(0, columns), band)
 
-    @cache  # interior blocks are alike
+    @lru_cache(maxsize=1)  # interior blocks are alike
     def bias(rows: int, columns: int, band: Band) -> Tensor:
         hidden = hidden_by(band, rows, columns, q.device)
         return q.new_zeros(rows, columns).masked_fill_(hidden, -torch.inf)
 
-    return [
-        (tile, bias(tile.q.stop - tile.q.start, tile.k.stop - tile.k.start, tile.band))
-        for tile in blocks(whole, 768 if wide else 256)
-    ]
+    for tile in blocks(whole, 768 if wide else 256):
+        yield tile, bias(tile.q.stop - tile.q.start, tile.k.stop - tile.k.start, tile.band)
 
 
 def _fast_half(dtype: torch.dtype) -> bool:
