@@ -297,7 +297,10 @@ def _join(a: Tile, b: Tile) -> Tile | None:
     q = slice(min(a.q.start, b.q.start), max(a.q.stop, b.q.stop))
     k = slice(min(a.k.start, b.k.start), max(a.k.stop, b.k.stop))
     a_band, b_band = (t.band.shift((t.k.start - k.start) - (t.q.start - q.start)) for t in (a, b))
-    for band in {Band(lo, hi) for lo in (a_band.lo, b_band.lo) for hi in (a_band.hi, b_band.hi)}:
+    lowest = min(t.k.start - t.q.stop + 1 for t in (a, b)) - k.start + q.start  # the offsets of their corners, which
+    highest = max(t.k.stop - 1 - t.q.start for t in (a, b)) - k.start + q.start  # bind where a trimmed bound did not
+    lows, highs = {a_band.lo, b_band.lo, lowest}, {a_band.hi, b_band.hi, highest}
+    for band in (Band(lo, hi) for lo in lows for hi in highs):
         if area(q.stop - q.start, k.stop - k.start, band) != a.area + b.area:
             continue
         if all(_restricted(t, q, k, band) == t.area for t in (a, b)):

@@ -58,7 +58,7 @@ def test_hops_is_the_last_that_any_rank_needs(schedule):
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
 @pytest.mark.parametrize("ring_degree", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("chunk", [2, 3, 10])
+@pytest.mark.parametrize("chunk", [1, 2, 3, 10])
 def test_causal_takes_one_tile_a_hop(layout, ring_degree, chunk):
     schedule = Schedule(Mask.causal(), layout, 2 * ring_degree * chunk, ring_degree)
     for rank in ranks(schedule):

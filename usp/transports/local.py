@@ -1,10 +1,16 @@
 """Ranks as threads of one process: the whole library without process groups, for tests and for teaching.
 
+```python
+from usp.transports import local
+
+
 def attend(topology):
     q, k, v = (usp.shard(x, topology, layout="zigzag") for x in (query, key, value))
     return usp.attention(q, k, v, topology=topology, layout="zigzag", is_causal=True)
 
-shards = usp.transports.local.run(attend, ulysses_degree=2, ring_degree=2)
+
+shards = local.run(attend, ulysses_degree=2, ring_degree=2)
+```
 """
 
 import queue
