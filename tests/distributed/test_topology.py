@@ -1,5 +1,7 @@
 """Groups and coordinates on real processes."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,10 +18,11 @@ def coordinates(topology):
 
 
 def build(rank, ulysses, ring, nodes=None):
+    own = dict(nodes=nodes, timeout=timedelta(seconds=99))  # arguments that no other test on these processes uses
     before = len(dist.distributed_c10d._world.pg_names)
-    topology = usp.Topology.build(ulysses, ring, nodes=nodes)
+    topology = usp.Topology.build(ulysses, ring, **own)
     made = len(dist.distributed_c10d._world.pg_names) - before
-    assert usp.Topology.build(ulysses, ring, nodes=nodes) is topology
+    assert usp.Topology.build(ulysses, ring, **own) is topology
     assert len(dist.distributed_c10d._world.pg_names) == before + made  # asked twice, built once
     for axis in (topology.ulysses, topology.ring):
         assert axis.ranks[axis.rank] == rank

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.dense import dense_attention, relative_error
+from usp import kernels
 from usp.kernels._windows import _parts
 from usp.kernels.base import Call
 from usp.kernels.flash_attn import FlashAttn
@@ -334,9 +335,10 @@ def test_importing_the_kernel_imports_no_package(tmp_path: Path, pytestconfig: p
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["flash_attn", "sdpa"])
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (72, 40)])
-def test_on_a_gpu(head_dims: tuple[int, int]) -> None:
-    kernel, dtype = FlashAttn(), torch.bfloat16
+def test_on_a_gpu(name: str, head_dims: tuple[int, int]) -> None:
+    kernel, dtype = kernels.load(name), torch.bfloat16
     if reason := kernel.refuses(Call("cuda", dtype, *head_dims)):
         pytest.skip(reason)
     long = [
@@ -353,5 +355,5 @@ def test_on_a_gpu(head_dims: tuple[int, int]) -> None:
         output = kernel.forward(q, k, v, band, 0.1)
         grads = kernel.backward(dout, q, k, v, (out.to(dtype), lse.float()), band, 0.1)
         names = ("out", "lse", "dq", "dk", "dv")
-        for name, x, reference in zip(names, (*output, *grads), expected, strict=True):
-            assert relative_error(x, reference) < 2e-2, f"{name} of {rows} x {columns} under {band}"
+        for which, x, reference in zip(names, (*output, *grads), expected, strict=True):
+            assert relative_error(x, reference) < 2e-2, f"{which} of {rows} x {columns} under {band}"
