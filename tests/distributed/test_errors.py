@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import usp
+from usp import kernels, layouts, transports
 from usp.errors import USPError
 from usp.mask import Mask
 
@@ -85,11 +86,11 @@ EXPECTED = {
     "documents": "InputError: the documents add up to 20 tokens and the global sequence has 32",
     "cu_seqlens of a shard": "InputError: the documents add up to 8 tokens and the global sequence has 32",
     "cu_seqlens not from 0": "must start at 0 and ascend, got (4, 32)",
-    "layout": "InputError: unknown layout 'zigzac': there are contiguous, striped, zigzag; did you mean 'zigzag'?",
-    "kernel": "InputError: unknown kernel 'flash': there are flash_attn, reference, sdpa",
-    "transport": "InputError: unknown transport 'nccl': there are all_gather, local, p2p",
-    "local transport": "InputError: transport 'local' does not run over a group of type ProcessGroup; "
-    "of all_gather, local, p2p these do: all_gather, p2p",
+    "layout": f"InputError: unknown layout 'zigzac': there are {', '.join(layouts.names())}; did you mean 'zigzag'?",
+    "kernel": f"InputError: unknown kernel 'flash': there are {', '.join(kernels.names())}",
+    "transport": f"InputError: unknown transport 'nccl': there are {', '.join(transports.names())}",
+    "local transport": f"InputError: transport 'local' does not run over a group of type ProcessGroup; of "
+    f"{', '.join(transports.names())} these do: all_gather, ",
     "flash_attn": "KernelError: no kernel takes torch.float32 on cpu with head_dim 8 (v: 8); flash_attn: ",
     "mask and is_causal": "InputError: mask and is_causal were both given: combine them into one mask with &",
     "dense mask": "InputError: mask must be a usp.Mask, got Tensor",
