@@ -185,6 +185,8 @@ def _attend(
         local = qkv[0].shape[1]
         if seq_len is None:
             seq_len, lengths = local * topology.sequence_degree, (local,) * ulysses.degree
+            if not torch.compiler.is_compiling():  # where it may be symbolic
+                check_length(local, seq_len, topology, config.layout, "query")
         else:
             check_length(local, seq_len, topology, config.layout, "query")
             whole = Schedule(Mask(), config.layout, seq_len, ring.degree).length(ring.rank)

@@ -17,6 +17,7 @@ def names(package: str) -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(path) if m.name != "base" and not m.name.startswith("_"))
 
 
+@cache  # attention asks on every call
 def load(package: str, name: str) -> Any:
     """The module `name` of `package`.
 

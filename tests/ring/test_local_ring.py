@@ -6,7 +6,7 @@ import torch
 import usp
 from tests.cases import Case, failures, run, variants
 from tests.dense import dense_attention, relative_error, visible
-from usp import kernels, transports
+from usp import kernels, layouts, transports
 from usp.mask import Mask
 from usp.ring import Recipe, Ring
 from usp.schedule import Schedule
@@ -98,6 +98,23 @@ def test_ranks_that_disagree_are_told_in_threads_too():
 
     with pytest.raises(usp.AgreementError, match="rank 1 has seq_len 10 where rank 0 has 8"):
         local.run(work, ring_degree=2)
+
+
+def test_equal_shards_in_a_layout_that_does_not_deal_equally(monkeypatch):
+    """Without seq_len every rank has as many tokens; a layout that would not give them is found before any message."""
+
+    def lopsided(seq_len, ring_degree, rank):
+        cut = 3 * seq_len // 4
+        return (range(cut) if rank == 0 else range(cut, seq_len),)
+
+    monkeypatch.setattr(layouts, "load", lambda name: lopsided)
+
+    def work(topology):
+        q, expected = torch.zeros(1, 8, 2, 8), (12, 4)[topology.rank]
+        with pytest.raises(usp.InputError, match=f"the lopsided layout of a sequence of 16 gives that rank {expected}"):
+            usp.attention(q, q, q, topology=topology, layout="lopsided")
+
+    local.run(work, ring_degree=2)
 
 
 def test_a_recipe_reads_back():

@@ -1,6 +1,7 @@
 """Kernels: one file each, found by name. A kernel computes one tile on one device and knows nothing of processes."""
 
 from collections.abc import Mapping
+from functools import cache
 
 from usp import plugins
 from usp.errors import KernelError
@@ -15,8 +16,9 @@ def names() -> list[str]:
     return plugins.names(__name__)
 
 
+@cache
 def load(name: str) -> Kernel:
-    """The kernel called `name`.
+    """The kernel called `name`: one object, made once, as making it may look for packages.
 
     Raises:
         InputError: no file of this folder has that name.

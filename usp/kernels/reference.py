@@ -24,8 +24,10 @@ class Reference(Kernel):
 
     @override
     def refuses(self, call: Call) -> str | None:
-        """Takes every floating dtype on every device."""
-        return None if call.dtype.is_floating_point else f"attention needs a floating dtype, not {call.dtype}"
+        """Takes every device, and every floating dtype of two bytes or more: torch has no arithmetic for float8."""
+        if not call.dtype.is_floating_point:
+            return f"attention needs a floating dtype, not {call.dtype}"
+        return f"torch has no arithmetic for {call.dtype}" if call.dtype.itemsize < 2 else None
 
     @override
     def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
