@@ -1,0 +1,336 @@
+"""What a plan is made from: the model, the cluster and the workload, as strict values read from flags or files.
+
+A specification is frozen; it can be read from a mapping, JSON or YAML, and written back. What a file holds and the
+specification does not know is refused: a misspelt key is never a silent default.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from typing_extensions import Self
+
+from usp.errors import InputError
+from usp.mask import Mask
+
+SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+
+
+def parse_size(value: Any) -> Any:
+    """A count of tokens from text: "128K" is 131,072 and "1M" is 1,048,576. Anything but text is returned as it is.
+
+    Raises:
+        ValueError: the text is no such count.
+    """
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", value.strip().replace("_", "").replace(",", "").upper())
+    size = float(match[1]) * SIZES[match[2]] if match else 0.5
+    if size != int(size):
+        raise ValueError(f"{value!r} is not a number of tokens: give one like 131072, 128K or 1M (K is 1,024)")
+    return int(size)
+
+
+Count = Annotated[int, Field(ge=1, le=2**40)]
+Share = Annotated[int, Field(ge=0, le=2**40)]
+Size = Annotated[Count, BeforeValidator(parse_size)]
+Rate = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+Delay = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+
+
+class Spec(BaseModel):
+    """What all specifications share."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @classmethod
+    def read(cls, source: Mapping[str, Any] | str | Path) -> Self:
+        """Reads a specification from a mapping, or from a JSON or YAML file.
+
+        Raises:
+            InputError: in one line, the file cannot be read, or which fields are wrong, what they hold and what is
+                wanted.
+        """
+        data: Any = source
+        if not isinstance(source, Mapping):
+            try:
+                data = yaml.safe_load(Path(source).read_text())
+            except (OSError, UnicodeDecodeError) as error:
+                raise InputError(f"cannot read {source}: {getattr(error, 'strerror', None) or error}") from None
+            except yaml.YAMLError as error:
+                raise InputError(f"{source} is neither JSON nor YAML: {' '.join(str(error).split())}") from None
+        try:
+            return cls.model_validate_json(json.dumps(data, default=repr))
+        except ValidationError as error:
+            where = f"{source}: " if isinstance(source, str | Path) else ""
+            raise InputError(f"{where}{explain(error, cls)}") from None
+
+    def write(self, path: str | Path) -> None:
+        """Writes it as YAML, or as JSON if the name says so."""
+        data = self.model_dump(mode="json", exclude_none=True)
+        text = json.dumps(data, indent=2) if Path(path).suffix == ".json" else yaml.safe_dump(data, sort_keys=False)
+        Path(path).write_text(text)
+
+
+class ModelSpec(Spec):
+    """The shape of a transformer, as far as attention and memory depend on it.
+
+    Attributes:
+        name: what to call it.
+        heads: query heads of a layer.
+        kv_heads: key/value heads of a layer; `heads` is a multiple of it.
+        head_dim: size of a query and key head.
+        v_head_dim: size of a value head; None: `head_dim`.
+        layers: layers with attention.
+        hidden: width of the residual stream.
+        intermediate: width of the MLP, or of one expert.
+        vocab: size of the vocabulary; 0 for a model without one (a diffusion transformer).
+        dtype: of parameters and activations in compute.
+        gated: whether the MLP has three matrices (SwiGLU) and not two.
+        experts: MLPs of a layer.
+        active_experts: how many of them a token goes through.
+        tied_embeddings: whether the embedding is also the output matrix.
+        parameters: their number; None: counted from the shape.
+        window: how far back the windowed layers see, the token itself left out.
+        windowed_layers: how many of the layers have that window.
+    """
+
+    name: str = "custom"
+    heads: Count
+    kv_heads: Count
+    head_dim: Annotated[int, Field(ge=1, le=2**16)] = 128
+    v_head_dim: Annotated[int, Field(ge=1, le=2**16)] | None = None
+    layers: Count = 1
+    hidden: Count
+    intermediate: Count
+    vocab: Share = 0
+    dtype: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
+    gated: bool = True
+    experts: Count = 1
+    active_experts: Count = 1
+    tied_embeddings: bool = False
+    parameters: Count | None = None
+    window: Share | None = None
+    windowed_layers: Share = 0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
+        if self.active_experts > self.experts:
+            raise ValueError(f"active_experts={self.active_experts} is more than experts={self.experts}")
+        if self.windowed_layers > self.layers:
+            raise ValueError(f"windowed_layers={self.windowed_layers} is more than layers={self.layers}")
+        if self.windowed_layers and self.window is None:
+            raise ValueError(f"windowed_layers={self.windowed_layers} needs a window")
+        return self
+
+    @property
+    def value_dim(self) -> int:
+        """Size of a value head."""
+        return self.v_head_dim or self.head_dim
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of one element."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of parameters: as given, or counted from the shape (biases and norms' scales left out)."""
+        if self.parameters is not None:
+            return self.parameters
+        attention = self.hidden * (
+            (self.heads + self.kv_heads) * self.head_dim + (self.heads + self.kv_heads) * self.value_dim
+        )
+        mlp = self.experts * (3 if self.gated else 2) * self.hidden * self.intermediate
+        embeddings = (1 if self.tied_embeddings else 2) * self.vocab * self.hidden
+        return self.layers * (attention + mlp) + embeddings
+
+
+class KernelSpeed(Spec):
+    """How fast one device computes attention, for square causal blocks of one length.
+
+    Attributes:
+        block_length: queries and keys of the block.
+        forward_tflops: 10^12 FLOP/s of the forward pass, counting visible pairs only.
+        backward_tflops: the same for the backward pass, counting 2.5 x the forward's FLOPs.
+    """
+
+    block_length: Count
+    forward_tflops: Rate
+    backward_tflops: Rate
+
+
+class DeviceSpec(Spec):
+    """One device.
+
+    Attributes:
+        name: what to call it.
+        memory_gib: its memory, GiB.
+        peak_tflops: dense half-precision peak, 10^12 FLOP/s.
+        memory_gb_per_s: bandwidth of its memory, 10^9 bytes/s.
+        attention: speed of the attention kernel by block length, ascending; between them it is interpolated.
+        launch_us: time to launch one kernel call, microseconds: what a short tile costs at least.
+        merge_bytes: bytes of memory traffic for each element of a block's output that is merged into the total.
+    """
+
+    name: str = "custom"
+    memory_gib: Rate
+    peak_tflops: Rate
+    memory_gb_per_s: Rate
+    attention: Annotated[tuple[KernelSpeed, ...], Field(min_length=1)]
+    launch_us: Delay = 30.0
+    merge_bytes: Delay = 32.0
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Self:
+        lengths = [point.block_length for point in self.attention]
+        if lengths != sorted(set(lengths)):
+            raise ValueError(f"attention: block lengths must ascend, got {lengths}")
+        return self
+
+
+class SpanSpeed(Spec):
+    """Bandwidth of an all-to-all among so many neighbouring devices.
+
+    Attributes:
+        devices: devices from the first to the last member of the group.
+        gb_per_s: bytes each device sends to others, 10^9 bytes/s.
+    """
+
+    devices: Count
+    gb_per_s: Rate
+
+
+class LinkSpec(Spec):
+    """What connects devices. Bandwidths are per device and one direction.
+
+    Attributes:
+        name: what to call it.
+        gb_per_s: of a message to a neighbour, while all others send to theirs too, 10^9 bytes/s.
+        all_to_all: of an all-to-all, by how many devices it spans (PCIe differs by switch and socket); a span that is
+            not listed has the speed of the next longer one, beyond the last the last. Empty: `gb_per_s`.
+        latency_us: fixed cost of a message or of a collective, microseconds.
+        full_duplex: whether sending and receiving do not slow each other down.
+    """
+
+    name: str = "custom"
+    gb_per_s: Rate
+    all_to_all: tuple[SpanSpeed, ...] = ()
+    latency_us: Delay = 20.0
+    full_duplex: bool = True
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Self:
+        spans = [point.devices for point in self.all_to_all]
+        if spans != sorted(set(spans)):
+            raise ValueError(f"all_to_all: devices must ascend, got {spans}")
+        return self
+
+
+class ClusterSpec(Spec):
+    """Equal nodes of equal devices.
+
+    Attributes:
+        name: what to call it.
+        nodes: number of nodes.
+        gpus_per_node: devices of each.
+        device: the device.
+        intra: what connects the devices of a node.
+        inter: what connects nodes, per device.
+    """
+
+    name: str = "custom"
+    nodes: Annotated[int, Field(ge=1, le=2**16)] = 1
+    gpus_per_node: Annotated[int, Field(ge=1, le=2**16)] = 8
+    device: DeviceSpec
+    intra: LinkSpec
+    inter: LinkSpec
+
+    @property
+    def gpus(self) -> int:
+        """Number of devices."""
+        return self.nodes * self.gpus_per_node
+
+
+class Workload(Spec):
+    """What the model is run on.
+
+    Attributes:
+        seq_len: global number of tokens of a sequence; "128K" and "1M" are understood.
+        batch: sequences of a sequence-parallel group at a time.
+        is_causal: as in `usp.attention`.
+        window_size: (left, right), as in `usp.attention`; -1 or None: no bound.
+        documents: lengths of packed documents, as in `Mask.documents`; empty: one document.
+        mode: "train" is forward and backward with an optimizer, "inference" the forward pass alone.
+        tensor_parallel: degree of tensor parallelism; its ranks are neighbours in a node.
+        data_parallel: number of sequence-parallel groups.
+        checkpointing: "none" keeps all activations, "full" keeps each layer's input and runs the layer again in the
+            backward pass, "selective" also keeps the attention's output, so that the ring is not walked again.
+        zero_stage: what is sharded over the data- and sequence-parallel ranks: 1 optimizer states, 2 also gradients,
+            3 also parameters (FSDP), 0 nothing.
+    """
+
+    seq_len: Size
+    batch: Count = 1
+    is_causal: bool = True
+    window_size: tuple[int | None, int | None] | None = None
+    documents: tuple[Count, ...] = ()
+    mode: Literal["train", "inference"] = "train"
+    tensor_parallel: Annotated[int, Field(ge=1, le=2**16)] = 1
+    data_parallel: Annotated[int, Field(ge=1, le=2**16)] = 1
+    checkpointing: Literal["none", "selective", "full"] = "full"
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 3
+
+    @model_validator(mode="after")
+    def _masks(self) -> Self:
+        self.mask.check(self.seq_len)
+        return self
+
+    @property
+    def mask(self) -> Mask:
+        """Which keys a query sees."""
+        mask = Mask.causal() if self.is_causal else Mask.full()
+        if self.window_size is not None:
+            mask &= Mask.window(*self.window_size)
+        return mask & Mask.documents(self.documents) if self.documents else mask
+
+
+def explain(error: ValidationError, kind: type[BaseModel]) -> str:
+    """What is wrong with a specification, in one line: each field, what is wanted, and what it holds."""
+    return "; ".join(_explain(problem, kind) for problem in error.errors(include_url=False)[:4])
+
+
+def _explain(problem: Any, kind: type[BaseModel]) -> str:
+    path = [str(part) for part in problem["loc"]]
+    field = ".".join(path) or kind.__name__
+    if problem["type"] == "extra_forbidden":
+        known = _fields(kind, path[:-1])
+        near = difflib.get_close_matches(path[-1], known, n=1)
+        return f"{field}: unknown; " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}")
+    wanted = problem["msg"].removeprefix("Value error, ")
+    shown = repr(problem["input"])
+    given = "" if problem["type"] in ("missing", "value_error") else f", got {shown[:60]}"
+    return " ".join(f"{field}: {wanted}{given}".split())
+
+
+def _fields(kind: type[BaseModel], path: list[str]) -> list[str]:
+    """Names of the fields at a path through nested specifications."""
+    for part in path:
+        annotation = kind.model_fields[part].annotation if part in kind.model_fields else None
+        kind = next((k for k in _specs(annotation)), kind)
+    return list(kind.model_fields)
+
+
+def _specs(annotation: Any) -> list[type[BaseModel]]:
+    """The specifications that an annotation mentions."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [kind for argument in getattr(annotation, "__args__", ()) for kind in _specs(argument)]
