@@ -7,7 +7,7 @@ heads, a kv head goes to several ranks.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from usp.positions import split
+from usp.positions import part_of
 
 
 def share(heads: int, total: int, degree: int, rank: int) -> range:
@@ -19,13 +19,13 @@ def share(heads: int, total: int, degree: int, rank: int) -> range:
         degree: the Ulysses degree.
         rank: the Ulysses rank.
     """
-    queries, group = split(heads, degree)[rank], heads // total
+    queries, group = part_of(heads, degree, rank), heads // total
     return range(queries.start // group, (queries.stop - 1) // group + 1)
 
 
 def groups(heads: int, kv_heads: int, degree: int, rank: int) -> tuple[int, ...]:
     """How many of rank `rank`'s query heads use each of its kv heads, in order."""
-    queries, group = split(heads, degree)[rank], heads // kv_heads
+    queries, group = part_of(heads, degree, rank), heads // kv_heads
     return tuple(
         min(queries.stop, (kv + 1) * group) - max(queries.start, kv * group)
         for kv in share(heads, kv_heads, degree, rank)

@@ -234,18 +234,37 @@ def tiles(q: Positions, k: Positions, mask: Mask) -> tuple[Tile, ...]:
     the band `ceil((lo - d) / s) <= jj - ii <= floor((hi - d) / s)` on indices. Tiles that together are again one band
     over one rectangle are joined, so zigzag and striped causal need one launch a hop.
     """
+    return tuple(tile for document in _pieces(q, k, mask) for tile in _coalesce(document))
+
+
+def pairs(q: Positions, k: Positions, mask: Mask) -> int:
+    """Number of visible (query, key) pairs: the areas of the tiles, without the work of joining them."""
+    return sum(piece.area for document in _pieces(q, k, mask) for piece in document)
+
+
+def _pieces(q: Positions, k: Positions, mask: Mask) -> Iterator[list[Tile]]:
+    """The tiles of each document before they are joined: one for every two runs and band that meet."""
+    if _apart(q, k, mask):
+        return
     rows, columns = _by_document(q, mask.boundaries), _by_document(k, mask.boundaries)
-    found: list[Tile] = []
     for document, row_runs in rows.items():
-        pieces = [
+        yield [
             piece
             for i, q_run in row_runs
             for j, k_run in columns.get(document, ())
             for band in mask.bands
             if (piece := _tile(i, q_run, j, k_run, band))
         ]
-        found += _coalesce(pieces)
-    return tuple(found)
+
+
+def _apart(q: Positions, k: Positions, mask: Mask) -> bool:
+    """Whether all keys lie too far from all queries, or on the wrong side, for any band. Cheap, and no more than that:
+    False does not mean that anything is visible."""
+    if not (q and k and mask.bands):
+        return True
+    lowest, highest = k[0].start - q[-1].stop, k[-1].stop - q[0].start
+    lo, hi = mask.bands[0].lo, mask.bands[-1].hi
+    return (hi is not None and lowest > hi) or (lo is not None and highest < lo)
 
 
 def _tile(i: int, q_run: range, j: int, k_run: range, band: Band) -> Tile | None:

@@ -4,8 +4,6 @@ Contiguous is one range, zigzag is two, striped is one range with a step. No ten
 reason about a layout, so everything here costs O(ranges), not O(tokens).
 """
 
-from itertools import pairwise
-
 Positions = tuple[range, ...]
 
 
@@ -16,9 +14,13 @@ def count(positions: Positions) -> int:
 
 def split(total: int, parts: int) -> tuple[range, ...]:
     """Cuts `range(total)` into `parts` consecutive runs whose lengths differ by at most one, longer ones first."""
-    size, extra = total // parts, total % parts
-    starts = [part * size + min(part, extra) for part in range(parts + 1)]
-    return tuple(range(start, stop) for start, stop in pairwise(starts))
+    return tuple(part_of(total, parts, part) for part in range(parts))
+
+
+def part_of(total: int, parts: int, part: int) -> range:
+    """The run `split(total, parts)[part]`."""
+    size, extra = divmod(total, parts)
+    return range(part * size + min(part, extra), (part + 1) * size + min(part + 1, extra))
 
 
 def take(positions: Positions, wanted: range) -> Positions:

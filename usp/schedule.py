@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from usp import layouts
-from usp.mask import Mask, Tile, tiles
+from usp.mask import Mask, Tile, pairs, tiles
 from usp.positions import Positions, count
 
 
@@ -42,7 +42,11 @@ class Schedule:
 
     def work(self, rank: int) -> int:
         """Visible (query, key) pairs that rank `rank` computes, per head."""
-        return sum(tile.area for owner in range(self.ring_degree) for tile in self.tiles(rank, owner))
+        return sum(self.pairs(rank, owner) for owner in range(self.ring_degree))
+
+    def pairs(self, rank: int, owner: int) -> int:
+        """Visible (query, key) pairs of rank `rank`'s queries and rank `owner`'s keys: the areas of their tiles."""
+        return pairs(self.positions(rank), self.positions(owner), self.mask)
 
     @property
     def hops(self) -> int:
@@ -66,8 +70,7 @@ def _tiles(schedule: Schedule, rank: int, owner: int) -> tuple[Tile, ...]:
 
 @lru_cache(maxsize=1024)
 def _hops(schedule: Schedule) -> int:
-    ring = range(schedule.ring_degree)
-    needed = (
-        hop for hop in reversed(ring) if any(schedule.tiles(rank, (rank - hop) % len(ring)) for rank in reversed(ring))
-    )
+    positions, mask = [schedule.positions(rank) for rank in range(schedule.ring_degree)], schedule.mask
+    ring = range(schedule.ring_degree)[::-1]
+    needed = (hop for hop in ring if any(pairs(positions[rank], positions[rank - hop], mask) for rank in ring))
     return next(needed, 0)

@@ -4,10 +4,10 @@ The sequence is cut into 2R chunks and rank r holds chunks r and 2R-1-r (the "he
 parallelism and of zigzag ring attention).
 """
 
-from usp.positions import Positions, split
+from usp.positions import Positions, part_of
 
 
 def zigzag(seq_len: int, ring_degree: int, rank: int) -> Positions:
     """Positions of ring rank `rank`: chunks `rank` and `2 * ring_degree - 1 - rank`."""
-    chunks = split(seq_len, 2 * ring_degree)
-    return chunks[rank], chunks[2 * ring_degree - 1 - rank]
+    chunks = 2 * ring_degree
+    return part_of(seq_len, chunks, rank), part_of(seq_len, chunks, chunks - 1 - rank)

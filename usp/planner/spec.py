@@ -8,12 +8,12 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from typing_extensions import Self
 
 from usp.errors import InputError
 from usp.mask import Mask
@@ -30,11 +30,27 @@ def parse_size(value: Any) -> Any:
     """
     if not isinstance(value, str):
         return value
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", value.strip().replace("_", "").replace(",", "").upper())
-    size = float(match[1]) * SIZES[match[2]] if match else 0.5
+    match = re.fullmatch(r"(\d{1,3}(?:[,_]\d{3}){1,4}|\d{1,15})(\.\d{1,9})?([KMG]?)", value.strip().upper(), re.ASCII)
+    size = Decimal(re.sub("[,_]", "", match[1]) + (match[2] or "")) * SIZES[match[3]] if match else Decimal("0.5")
     if size != int(size):
-        raise ValueError(f"{value!r} is not a number of tokens: give one like 131072, 128K or 1M (K is 1,024)")
+        raise ValueError(f"{value[:40]!r} is not a number of tokens: give one like 131072, 128K or 1M (K is 1,024)")
     return int(size)
+
+
+def load(path: str | Path) -> Any:
+    """What a JSON or YAML file holds.
+
+    Raises:
+        InputError: in one line, it cannot be read, or is neither.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from None
+    try:  # YAML 1.1 would read JSON's 1e-05 as text
+        return json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise InputError(f"{path} is neither JSON nor YAML: {' '.join(str(error).split())}") from None
 
 
 Count = Annotated[int, Field(ge=1, le=2**40)]
@@ -57,25 +73,21 @@ class Spec(BaseModel):
             InputError: in one line, the file cannot be read, or which fields are wrong, what they hold and what is
                 wanted.
         """
-        data: Any = source
-        if not isinstance(source, Mapping):
-            try:
-                data = yaml.safe_load(Path(source).read_text())
-            except (OSError, UnicodeDecodeError) as error:
-                raise InputError(f"cannot read {source}: {getattr(error, 'strerror', None) or error}") from None
-            except yaml.YAMLError as error:
-                raise InputError(f"{source} is neither JSON nor YAML: {' '.join(str(error).split())}") from None
+        data, where = (source, "") if isinstance(source, Mapping) else (load(source), f"{source}: ")
         try:
-            return cls.model_validate_json(json.dumps(data, default=repr))
+            text = json.dumps(data, default=lambda value: dict(value) if isinstance(value, Mapping) else repr(value))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InputError(f"{where}{cls.__name__}: not what JSON can hold: {error}") from None
+        try:
+            return cls.model_validate_json(text)
         except ValidationError as error:
-            where = f"{source}: " if isinstance(source, str | Path) else ""
             raise InputError(f"{where}{explain(error, cls)}") from None
 
     def write(self, path: str | Path) -> None:
         """Writes it as YAML, or as JSON if the name says so."""
         data = self.model_dump(mode="json", exclude_none=True)
         text = json.dumps(data, indent=2) if Path(path).suffix == ".json" else yaml.safe_dump(data, sort_keys=False)
-        Path(path).write_text(text)
+        Path(path).write_text(text, encoding="utf-8")
 
 
 class ModelSpec(Spec):
@@ -115,7 +127,7 @@ class ModelSpec(Spec):
     experts: Count = 1
     active_experts: Count = 1
     tied_embeddings: bool = False
-    parameters: Count | None = None
+    parameters: Annotated[int, Field(ge=1, le=2**50)] | None = None
     window: Share | None = None
     windowed_layers: Share = 0
 
@@ -185,20 +197,25 @@ class DeviceSpec(Spec):
     memory_gib: Rate
     peak_tflops: Rate
     memory_gb_per_s: Rate
-    attention: Annotated[tuple[KernelSpeed, ...], Field(min_length=1)]
+    attention: tuple[KernelSpeed, ...]
     launch_us: Delay = 30.0
     merge_bytes: Delay = 32.0
 
     @model_validator(mode="after")
     def _ascending(self) -> Self:
         lengths = [point.block_length for point in self.attention]
-        if lengths != sorted(set(lengths)):
-            raise ValueError(f"attention: block lengths must ascend, got {lengths}")
+        if not lengths or lengths != sorted(set(lengths)):
+            raise ValueError(f"attention: there must be block lengths, and they must ascend, got {lengths}")
         return self
+
+    @property
+    def memory_bytes(self) -> int:
+        """Its memory, bytes."""
+        return int(self.memory_gib * 2**30)
 
 
 class SpanSpeed(Spec):
-    """Bandwidth of an all-to-all among so many neighbouring devices.
+    """Bandwidth in a group that spans so many neighbouring devices.
 
     Attributes:
         devices: devices from the first to the last member of the group.
@@ -214,25 +231,37 @@ class LinkSpec(Spec):
 
     Attributes:
         name: what to call it.
-        gb_per_s: of a message to a neighbour, while all others send to theirs too, 10^9 bytes/s.
-        all_to_all: of an all-to-all, by how many devices it spans (PCIe differs by switch and socket); a span that is
-            not listed has the speed of the next longer one, beyond the last the last. Empty: `gb_per_s`.
+        gb_per_s: of any traffic that is not listed below, 10^9 bytes/s.
+        ring: of a hop, where every member sends to the next, by how many devices the ring spans (PCIe differs by switch
+            and socket); a span that is not listed has the speed of the next longer one, beyond the last the last.
+        all_to_all: of an all-to-all, likewise.
         latency_us: fixed cost of a message or of a collective, microseconds.
         full_duplex: whether sending and receiving do not slow each other down.
+        overlap: share of a transfer's time that computing at the same time hides: 1 where it costs the device nothing,
+            0 where it is the device's own work (sockets on a CPU).
     """
 
     name: str = "custom"
     gb_per_s: Rate
+    ring: tuple[SpanSpeed, ...] = ()
     all_to_all: tuple[SpanSpeed, ...] = ()
     latency_us: Delay = 20.0
     full_duplex: bool = True
+    overlap: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 1.0
 
     @model_validator(mode="after")
     def _ascending(self) -> Self:
-        spans = [point.devices for point in self.all_to_all]
-        if spans != sorted(set(spans)):
-            raise ValueError(f"all_to_all: devices must ascend, got {spans}")
+        for kind, speeds in (("ring", self.ring), ("all_to_all", self.all_to_all)):
+            spans = [point.devices for point in speeds]
+            if spans != sorted(set(spans)):
+                raise ValueError(f"{kind}: devices must ascend, got {spans}")
         return self
+
+    def speed(self, kind: Literal["ring", "all_to_all"], devices: int) -> float:
+        """Bandwidth of a ring's hop or of an all-to-all that spans so many devices, 10^9 bytes/s."""
+        speeds = getattr(self, kind)
+        last = speeds[-1].gb_per_s if speeds else self.gb_per_s
+        return next((point.gb_per_s for point in speeds if point.devices >= devices), last)
 
 
 class ClusterSpec(Spec):
@@ -305,7 +334,7 @@ class Workload(Spec):
 
 def explain(error: ValidationError, kind: type[BaseModel]) -> str:
     """What is wrong with a specification, in one line: each field, what is wanted, and what it holds."""
-    return "; ".join(_explain(problem, kind) for problem in error.errors(include_url=False)[:4])
+    return " ".join("; ".join(_explain(problem, kind) for problem in error.errors(include_url=False)[:4]).split())
 
 
 def _explain(problem: Any, kind: type[BaseModel]) -> str:
@@ -318,7 +347,7 @@ def _explain(problem: Any, kind: type[BaseModel]) -> str:
     wanted = problem["msg"].removeprefix("Value error, ")
     shown = repr(problem["input"])
     given = "" if problem["type"] in ("missing", "value_error") else f", got {shown[:60]}"
-    return " ".join(f"{field}: {wanted}{given}".split())
+    return f"{field}: {wanted}{given}"
 
 
 def _fields(kind: type[BaseModel], path: list[str]) -> list[str]:

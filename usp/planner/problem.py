@@ -1,0 +1,109 @@
+"""What a plan is made for, and its parts: the legal degrees, the layers as ranks run them, and where the groups lie."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from usp.errors import InputError
+from usp.mask import Mask, pairs
+from usp.placement import columns, place, rows
+from usp.planner.cost import Machine, hops, span
+from usp.planner.spec import ClusterSpec, ModelSpec, Workload
+from usp.planner.traffic import Layer, Shape
+from usp.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a plan is made for.
+
+    Raises:
+        InputError: the degrees of tensor and data parallelism do not fit the cluster or the heads.
+    """
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    workload: Workload
+
+    def __post_init__(self) -> None:
+        tensor, data = self.workload.tensor_parallel, self.workload.data_parallel
+        if self.cluster.gpus % (tensor * data):
+            raise InputError(
+                f"tensor_parallel x data_parallel = {tensor} x {data} does not divide the {self.cluster.gpus} devices "
+                f"of {self.cluster.nodes} nodes x {self.cluster.gpus_per_node}"
+            )
+        if self.cluster.gpus_per_node % tensor and tensor % self.cluster.gpus_per_node:
+            raise InputError(
+                f"tensor_parallel={tensor} neither divides the {self.cluster.gpus_per_node} devices of a node nor is a "
+                "multiple of it"
+            )
+        if self.model.heads % tensor:
+            fitting = [str(n) for n in range(1, self.model.heads + 1) if self.model.heads % n == 0]
+            raise InputError(
+                f"tensor_parallel={tensor} does not divide the {self.model.heads} heads: use {', '.join(fitting)}"
+            )
+
+    @property
+    def degrees(self) -> list[tuple[int, int]]:
+        """Every (ulysses_degree, ring_degree) that uses all devices."""
+        size = self.cluster.gpus // (self.workload.tensor_parallel * self.workload.data_parallel)
+        return [(u, size // u) for u in range(1, size + 1) if size % u == 0]
+
+    @property
+    def shape(self) -> Shape:
+        """The tensors of one tensor-parallel rank."""
+        model, tensor = self.model, self.workload.tensor_parallel
+        kv_heads = -(-model.kv_heads // tensor)
+        return Shape(
+            self.workload.batch, model.heads // tensor, kv_heads, model.head_dim, model.value_dim, model.dtype_bytes
+        )
+
+    def objection(self, ulysses_degree: int) -> str:
+        """Why a Ulysses degree is not legal, or nothing."""
+        heads, tensor = self.shape.heads, self.workload.tensor_parallel
+        if ulysses_degree <= heads:
+            return ""
+        each = f" each of {tensor} tensor-parallel ranks has" if tensor > 1 else ""
+        return f"U={ulysses_degree} is more than the {heads} query heads{each}: some ranks would have none"
+
+    def layers(self, ulysses_degree: int, ring_degree: int, layout: str, transport: str) -> list[tuple[int, Layer]]:
+        """The model's attention layers, and how many there are of each kind."""
+        model, whole = self.model, self.workload.mask
+        windowed = whole if model.window is None else whole & Mask.window(model.window, model.window)
+        kinds = ((model.layers - model.windowed_layers, whole), (model.windowed_layers, windowed))
+        return [
+            (
+                count,
+                Layer(
+                    self.shape, Schedule(mask, layout, self.workload.seq_len, ring_degree), ulysses_degree, transport
+                ),
+            )
+            for count, mask in kinds
+            if count
+        ]
+
+    @cached_property
+    def machines(self) -> dict[tuple[int, int], Machine]:
+        """By degrees, the cluster with the groups of both axes where `Topology.build` would put them."""
+        tensor, gpus_per_node = self.workload.tensor_parallel, self.cluster.gpus_per_node
+        ranks, slots = self.cluster.gpus // tensor, max(1, gpus_per_node // tensor)
+        nodes, found = [str(rank // slots) for rank in range(ranks)], {}
+        for degrees in self.degrees:
+            grids = place(nodes, *degrees, allow_cross_node=True)
+            found[degrees] = Machine(
+                self.cluster, span(rows(grids), slots, tensor), span(columns(grids), slots, tensor)
+            )
+        return found
+
+    @property
+    def passes(self) -> tuple[tuple[int, bool], ...]:
+        """(how often, whether backward) of the passes through a layer in one step."""
+        if self.workload.mode == "inference":
+            return ((1, False),)
+        return (2 if self.workload.checkpointing == "full" else 1, False), (1, True)
+
+    def imbalance(self, ring_degree: int, layout: str) -> float:
+        """Work of the slowest rank of every hop, over an even share of it."""
+        _, layer = self.layers(1, ring_degree, layout, "p2p")[0]
+        whole = (range(self.workload.seq_len),)
+        slowest = sum(count * sum(tile.area for tile in tiles) for count, tiles in hops(layer.schedule))
+        return slowest * ring_degree / pairs(whole, whole, layer.schedule.mask)

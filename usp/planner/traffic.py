@@ -1,0 +1,124 @@
+"""How many bytes a rank sends in one attention layer: exactly what the code puts on the wire, counted by arithmetic.
+
+The all-to-all sends each peer the heads that it computes, of q, k and v, and the output back; the ring passes k and v
+on, and in the backward pass the gradients of both in float32 (USP, Fang and Zhao 2024, table 1: here with shares that
+may differ, with kv heads that go to several ranks, and without the hops that the mask makes needless).
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from usp.heads import share
+from usp.positions import split
+from usp.schedule import Schedule
+
+TRANSPORTS = ("p2p", "all_gather")
+"""The transports between processes that the planner knows the traffic of."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The tensors of an attention layer before they are sharded.
+
+    Attributes:
+        batch: sequences.
+        heads: query heads.
+        kv_heads: key/value heads.
+        head_dim: size of a query and key head.
+        value_dim: size of a value head.
+        dtype_bytes: bytes of an element.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype_bytes: int
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of an element of a gradient that travels round the ring: it accumulates in float32 or wider."""
+        return max(4, self.dtype_bytes)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """An attention layer as one sequence-parallel group runs it.
+
+    Attributes:
+        shape: its tensors.
+        schedule: mask, layout, global length and ring degree.
+        ulysses_degree: ranks of a Ulysses group.
+        transport: what moves the blocks of the ring.
+    """
+
+    shape: Shape
+    schedule: Schedule
+    ulysses_degree: int
+    transport: str = "p2p"
+
+    def q_heads(self, ulysses_rank: int) -> int:
+        """Query heads that a Ulysses rank computes."""
+        return len(share(self.shape.heads, self.shape.heads, self.ulysses_degree, ulysses_rank))
+
+    def kv_heads(self, ulysses_rank: int) -> int:
+        """Key/value heads that a Ulysses rank needs for them."""
+        return len(share(self.shape.heads, self.shape.kv_heads, self.ulysses_degree, ulysses_rank))
+
+    @property
+    def busiest_ulysses_rank(self) -> int:
+        """The Ulysses rank with most query heads, and of those with most kv heads."""
+        return max(range(self.ulysses_degree), key=lambda rank: (self.q_heads(rank), self.kv_heads(rank)))
+
+    def token_elements(self, ulysses_rank: int) -> int:
+        """Elements of the keys and values of a token, of all sequences, as a Ulysses rank holds them."""
+        return self.shape.batch * self.kv_heads(ulysses_rank) * (self.shape.head_dim + self.shape.value_dim)
+
+
+def bytes_all_to_all(layer: Layer, ring_rank: int, ulysses_rank: int, backward: bool = False) -> tuple[int, int]:
+    """What a rank sends to the others of its Ulysses group: (before, after) the attention.
+
+    Forward is q, k, v and then the output; backward is the output's gradient and then those of q, k, v.
+    """
+    shape, degree = layer.shape, layer.ulysses_degree
+    lengths = [len(run) for run in split(layer.schedule.length(ring_rank), degree)]
+    all_q, all_kv = _held(layer.shape.heads, layer.shape.kv_heads, degree)
+    q, kv = layer.q_heads(ulysses_rank), layer.kv_heads(ulysses_rank)
+    width = shape.head_dim + shape.value_dim
+    # In sequence shards this rank holds `mine` tokens of all heads; in head shards, its heads of all tokens.
+    mine, others = lengths[ulysses_rank], sum(lengths) - lengths[ulysses_rank]
+    if backward:
+        before = mine * (all_q - q) * shape.value_dim
+        after = others * (q * shape.head_dim + kv * width)
+    else:
+        before = mine * ((all_q - q) * shape.head_dim + (all_kv - kv) * width)
+        after = others * q * shape.value_dim
+    return before * shape.batch * shape.dtype_bytes, after * shape.batch * shape.dtype_bytes
+
+
+def bytes_ring(layer: Layer, ring_rank: int, ulysses_rank: int, backward: bool = False) -> int:
+    """What a rank sends to the others of its ring: blocks of k and v, and in the backward pass their gradients."""
+    ring, hops, shape = layer.schedule.ring_degree, layer.schedule.hops, layer.shape
+    if not hops:
+        return 0
+    lengths = _lengths(layer.schedule)
+    passing = [lengths[(ring_rank - hop) % ring] for hop in range(hops + 1)]
+    if layer.transport == "all_gather":  # padded to the longest block; gradients go straight to the owners
+        tokens, gradient_tokens = (ring - 1) * max(lengths), sum(passing[1:])
+    else:  # a block's gradients follow it, and go home from the last hop
+        tokens, gradient_tokens = sum(passing[:-1]), sum(passing)
+    sent = tokens * shape.dtype_bytes + (gradient_tokens * shape.gradient_bytes if backward else 0)
+    return sent * layer.token_elements(ulysses_rank)
+
+
+@lru_cache(maxsize=256)
+def _lengths(schedule: Schedule) -> tuple[int, ...]:
+    return tuple(schedule.length(rank) for rank in range(schedule.ring_degree))
+
+
+@lru_cache(maxsize=256)
+def _held(heads: int, kv_heads: int, degree: int) -> tuple[int, int]:
+    """Query and kv heads that all ranks of a Ulysses group hold together: some kv heads are held by several."""
+    held = sum(len(share(heads, kv_heads, degree, rank)) for rank in range(degree))
+    return heads, held
