@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from usp.cli import topology
+from usp.cli import explain, plan, probe, topology
+from usp.cli.options import grouped
 from usp.errors import USPError
 
 app = typer.Typer(no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False)
@@ -20,7 +21,10 @@ def usp(show_version: Annotated[bool, typer.Option("--version", help="Print the 
         raise typer.Exit
 
 
+app.command(epilog=plan.EXAMPLES)(grouped(plan.plan))
 app.command(epilog=topology.EXAMPLES)(topology.topology)
+app.command(epilog=explain.EXAMPLES)(explain.explain)
+app.command(epilog=probe.EXAMPLES)(probe.probe)
 
 
 def main() -> None:

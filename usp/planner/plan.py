@@ -114,7 +114,8 @@ def plan(
         model: the shape of the model, or the name of a preset, or the path of a `config.json`.
         cluster: the cluster.
         workload: what the model is run on.
-        seq_len: in its place, the global number of tokens of a causal training step with full checkpointing.
+        seq_len: in its place, the global number of tokens of a training step: causal for a model with a vocabulary,
+            with full checkpointing and FSDP.
 
     Raises:
         InputError: not exactly one of `workload` and `seq_len`; the devices do not divide among the degrees; the heads
@@ -123,7 +124,7 @@ def plan(
     if (workload is None) == (seq_len is None):
         raise InputError("give either workload or seq_len")
     model = models.find(model) if isinstance(model, str) else model
-    problem = Problem(model, cluster, Workload.read({"seq_len": seq_len}) if workload is None else workload)
+    problem = Problem(model, cluster, workload or Workload.read({"seq_len": seq_len, "is_causal": model.vocab > 0}))
     rejected = {degrees: why for degrees in problem.degrees if (why := problem.objection(degrees[0]))}
     choices = [c for degrees in problem.degrees if degrees not in rejected for c in _choices(problem, *degrees)]
     choices.sort(key=lambda c: (not c.fits, c.seconds, TRANSPORTS.index(c.transport), -c.ulysses_degree))

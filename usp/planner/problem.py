@@ -84,15 +84,9 @@ class Problem:
     @cached_property
     def machines(self) -> dict[tuple[int, int], Machine]:
         """By degrees, the cluster with the groups of both axes where `Topology.build` would put them."""
-        tensor, gpus_per_node = self.workload.tensor_parallel, self.cluster.gpus_per_node
-        ranks, slots = self.cluster.gpus // tensor, max(1, gpus_per_node // tensor)
-        nodes, found = [str(rank // slots) for rank in range(ranks)], {}
-        for degrees in self.degrees:
-            grids = place(nodes, *degrees, allow_cross_node=True)
-            found[degrees] = Machine(
-                self.cluster, span(rows(grids), slots, tensor), span(columns(grids), slots, tensor)
-            )
-        return found
+        tensor = self.workload.tensor_parallel
+        ranks = self.cluster.gpus // tensor
+        return {degrees: locate(self.cluster, *degrees, tensor, ranks) for degrees in self.degrees}
 
     @property
     def passes(self) -> tuple[tuple[int, bool], ...]:
@@ -107,3 +101,11 @@ class Problem:
         whole = (range(self.workload.seq_len),)
         slowest = sum(count * sum(tile.area for tile in tiles) for count, tiles in hops(layer.schedule))
         return slowest * ring_degree / pairs(whole, whole, layer.schedule.mask)
+
+
+def locate(cluster: ClusterSpec, ulysses_degree: int, ring_degree: int, tensor_parallel: int, ranks: int) -> Machine:
+    """The cluster, with the groups of so many ranks, each a tensor-parallel group, dealt to its nodes in order."""
+    slots = max(1, cluster.gpus_per_node // tensor_parallel)
+    nodes = [str(rank // slots) for rank in range(ranks)]
+    grids = place(nodes, ulysses_degree, ring_degree, allow_cross_node=True)
+    return Machine(cluster, span(rows(grids), slots, tensor_parallel), span(columns(grids), slots, tensor_parallel))

@@ -1,0 +1,134 @@
+"""`usp probe`: measures the devices and links under torchrun and writes the cluster file that `usp plan` reads."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from usp.cli.output import AsJson, console, document
+from usp.errors import InputError
+from usp.planner.spec import DTYPE_BYTES, ClusterSpec
+
+if TYPE_CHECKING:
+    import torch
+
+EXAMPLES = (
+    "Examples: `torchrun --nproc-per-node 8 -m usp.cli probe` on one node; with `--nnodes 2` and torchrun's other "
+    "options on each of two; then `usp plan --cluster cluster.yaml`."
+)
+
+
+def probe(
+    output: Annotated[Path, typer.Option("--output", "-o", help="The cluster file to write.")] = Path("cluster.yaml"),
+    heads: Annotated[int, typer.Option(min=1, help="Heads of the attention that is measured.")] = 8,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="Their size; 64 on CPU, 128 on CUDA.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of q, k, v; float32 on CPU, bfloat16 on CUDA.")] = None,
+    max_length: Annotated[int | None, typer.Option(min=256, help="Longest block; 4096 on CPU, 32768 on CUDA.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure for less time, and less exactly.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the devices and links of the processes that torchrun started, and write them to a cluster file."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise InputError(
+            "one process has no links to measure: start two or more with "
+            "`torchrun --nproc-per-node 2 -m usp.cli probe`, one for each device"
+        )
+    if dtype is not None and dtype not in DTYPE_BYTES:
+        raise InputError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPE_BYTES)}")
+    import torch
+    import torch.distributed as dist
+
+    from usp.probe import TIMEOUT, Meter, Problem, measure
+
+    device = _device()
+    cuda = device.type == "cuda"
+    usual_dim, usual_dtype, usual_length = (128, "bfloat16", 32768) if cuda else (64, "float32", 4096)
+    problem = Problem(heads, head_dim or usual_dim, getattr(torch, dtype or usual_dtype), max_length or usual_length)
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
+    try:
+        first = dist.get_rank() == 0
+        verdict = [_refusal(output, force) if first else None]
+        dist.broadcast_object_list(verdict, src=0)  # all ranks end here, or none: nobody measures alone
+        if verdict[0] is not None:
+            raise InputError(verdict[0])
+        with _progress(first) as track:
+            cluster = measure(problem, Meter(device, 0.05 if quick else 0.15, track))
+        if first:
+            _show(cluster, as_json)
+            _write(cluster, output)
+            console(as_json).print(f"written to {output}")
+    finally:
+        dist.destroy_process_group()
+
+
+def _device() -> "torch.device":
+    """This process's GPU, or the CPU where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    gpus, processes = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
+    if processes > gpus:
+        raise InputError(
+            f"{processes} processes were started on a node of {gpus} GPUs: start one for each GPU, "
+            "or set CUDA_VISIBLE_DEVICES= to measure the CPU"
+        )
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _refusal(output: Path, force: bool) -> str | None:
+    """Why the file must not or cannot be written, if so."""
+    if output.is_dir() or not output.parent.is_dir():
+        wrong = f"{output} is a folder" if output.is_dir() else f"there is no folder {output.parent}"
+        return f"{wrong}: give the name of a file in a folder that exists as --output"
+    if output.exists() and not force:
+        return f"{output} exists: give --force to overwrite it, or another --output"
+    return None
+
+
+def _write(cluster: ClusterSpec, output: Path) -> None:
+    try:
+        cluster.write(output)
+    except OSError as error:
+        raise InputError(f"cannot write {output}: {error.strerror}") from None
+
+
+@contextmanager
+def _progress(shown: bool) -> Iterator[Callable[[Sequence[int], str], Iterable[int]]]:
+    """Bars on standard error, or on ranks that show nothing, none."""
+    with Progress(console=Console(stderr=True), transient=True, disable=not shown) as progress:
+        yield lambda items, what: progress.track(items, description=what)
+
+
+def _show(cluster: ClusterSpec, as_json: bool) -> None:
+    """The tables; with --json also the document."""
+    device = cluster.device
+    speeds = Table("block", "forward TFLOP/s", "backward TFLOP/s", title="causal attention")
+    for point in device.attention:
+        speeds.add_row(*(f"{number:g}" for number in (point.block_length, point.forward_tflops, point.backward_tflops)))
+    links = Table("link", "ring GB/s", "latency us", "full duplex", "all-to-all GB/s by devices spanned", title="links")
+    for name, link in (("in a node", cluster.intra), ("across nodes", cluster.inter)):
+        spans = ", ".join(f"{point.devices}: {point.gb_per_s:g}" for point in link.all_to_all)
+        if link.name == "measured":
+            duplex = "yes" if link.full_duplex else "no"
+            links.add_row(name, f"{link.gb_per_s:g}", f"{link.latency_us:g}", duplex, spans)
+        else:
+            links.caption = f"{name}: {link.name}"
+    out = console(as_json)
+    out.print(
+        f"{cluster.name}\n"
+        f"  a device: {device.memory_gib:g} GiB at {device.memory_gb_per_s:g} GB/s, peak {device.peak_tflops:g} "
+        f"TFLOP/s, {device.launch_us:g} us a kernel call, {device.merge_bytes:g} bytes an element merged"
+    )
+    out.print(speeds, links)
+    if as_json:
+        document(cluster.model_dump(mode="json", exclude_none=True))
