@@ -258,8 +258,10 @@ def _pieces(q: Positions, k: Positions, mask: Mask) -> Iterator[list[Tile]]:
 
 
 def _apart(q: Positions, k: Positions, mask: Mask) -> bool:
-    """Whether all keys lie too far from all queries, or on the wrong side, for any band. Cheap, and no more than that:
-    False does not mean that anything is visible."""
+    """Whether all keys lie too far from all queries, or on the wrong side, for any band.
+
+    Cheap, and no more than that: False does not mean that anything is visible.
+    """
     if not (q and k and mask.bands):
         return True
     lowest, highest = k[0].start - q[-1].stop, k[-1].stop - q[0].start

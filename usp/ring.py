@@ -56,11 +56,7 @@ class Ring:
         """
         total = Accumulator(q, v.shape[-1])
         for stop in self._walk(k, v):
-            k_block, v_block = stop.tensors
-            for tile, heads in self._pieces(stop.owner):
-                block = q[:, tile.q, heads.q], k_block[:, tile.k, heads.kv], v_block[:, tile.k, heads.kv]
-                out, lse = self.kernel.forward(*block, tile.band, self.scale)
-                total.add(tile.q, heads.q, out, lse)
+            self._block_forward(q, stop, total)
         return total.result()
 
     def backward(
@@ -77,6 +73,13 @@ class Ring:
         assert own is not None and own.gradients is not None  # a walk begins at this rank's own block
         dq, dk, dv = (t.to(q.dtype).contiguous() for t in (dq.result(), *own.gradients))
         return dq, dk, dv
+
+    def _block_forward(self, q: Tensor, stop: Stop, total: Accumulator) -> None:
+        """Merges one block's attention into the total. A function, so nothing of a block outlives it."""
+        k, v = stop.tensors
+        for tile, heads in self._pieces(stop.owner):
+            block = q[:, tile.q, heads.q], k[:, tile.k, heads.kv], v[:, tile.k, heads.kv]
+            total.add(tile.q, heads.q, *self.kernel.forward(*block, tile.band, self.scale))
 
     def _block_backward(self, row_side: tuple[Tensor, ...], stop: Stop, dq: Sum) -> list[Tensor]:
         """One block's dk and dv from this rank, whose dq is added to. A function, so no tile outlives its block."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -98,6 +98,7 @@ class WorkloadOptions:
     tensor_parallel: Annotated[int, typer.Option("--tensor-parallel", "--tp", help="Its degree.")] = 1
     data_parallel: Annotated[int, typer.Option("--data-parallel", "--dp", help="Sequence-parallel groups.")] = 1
     checkpointing: Annotated[str, typer.Option(help="Of activations: none, selective or full.")] = "full"
+    loss_chunks: Annotated[int, typer.Option(help="Pieces in which logits and loss are computed.")] = 1
     zero_stage: Annotated[int, typer.Option(help="0 to 3; 3 is FSDP.")] = 3
 
     def read(self, model: ModelSpec) -> Workload:
@@ -107,9 +108,8 @@ class WorkloadOptions:
             InputError: a field is wrong.
         """
         causal = model.vocab > 0 if self.causal is None else self.causal
-        names = ("seq_len", "batch", "mode", "tensor_parallel", "data_parallel", "checkpointing", "zero_stage")
-        fields = mask_fields(self.seq_len, causal, self.window, self.documents)
-        return Workload.read({**{name: getattr(self, name) for name in names}, **fields})
+        fields = {name: value for name, value in vars(self).items() if name in Workload.model_fields}
+        return Workload.read(fields | mask_fields(self.seq_len, causal, self.window, self.documents))
 
 
 @dataclass(frozen=True)
@@ -171,10 +171,11 @@ def leading(choices: Sequence[Choice]) -> list[Choice]:
 
 def code(choice: Choice) -> str:
     """The choice as a line of Python."""
-    options: dict[str, Any] = {"ulysses_degree": choice.ulysses_degree, "ring_degree": choice.ring_degree}
-    if choice.ring_degree > 1:
-        options |= {"layout": choice.layout, "transport": choice.transport}
-    return f"usp.USPAttention({', '.join(f'{name}={value!r}' for name, value in options.items())})"
+    topology = f"usp.Topology.build({choice.ulysses_degree}, {choice.ring_degree}, allow_cross_node=True)"
+    degrees = f"ulysses_degree={choice.ulysses_degree}, ring_degree={choice.ring_degree}"
+    which = f"topology={topology}" if choice.ulysses_crosses_nodes else degrees
+    how = f', layout="{choice.layout}", transport="{choice.transport}"' if choice.ring_degree > 1 else ""
+    return f"usp.USPAttention({which}{how})"
 
 
 def _table(choices: Sequence[Choice]) -> Iterator[str]:

@@ -115,12 +115,13 @@ def _show(cluster: ClusterSpec, as_json: bool) -> None:
     speeds = Table("block", "forward TFLOP/s", "backward TFLOP/s", title="causal attention")
     for point in device.attention:
         speeds.add_row(*(f"{number:g}" for number in (point.block_length, point.forward_tflops, point.backward_tflops)))
-    links = Table("link", "ring GB/s", "latency us", "full duplex", "all-to-all GB/s by devices spanned", title="links")
+    links = Table("link", "latency us", "overlap", "ring", "all-to-all", title="links, GB/s by devices spanned")
     for name, link in (("in a node", cluster.intra), ("across nodes", cluster.inter)):
-        spans = ", ".join(f"{point.devices}: {point.gb_per_s:g}" for point in link.all_to_all)
+        speeds_by_span = (
+            ", ".join(f"{point.devices}: {point.gb_per_s:g}" for point in kind) for kind in (link.ring, link.all_to_all)
+        )
         if link.name == "measured":
-            duplex = "yes" if link.full_duplex else "no"
-            links.add_row(name, f"{link.gb_per_s:g}", f"{link.latency_us:g}", duplex, spans)
+            links.add_row(name, f"{link.latency_us:g}", f"{link.overlap:.2f}", *speeds_by_span)
         else:
             links.caption = f"{name}: {link.name}"
     out = console(as_json)

@@ -35,11 +35,13 @@ class Span:
 
     Attributes:
         devices: from the first to the last device of the group in one node, the widest there is.
+        reach: from the first to the last device of the group, wherever they are.
         local: members in one node, the fewest there are.
         size: members.
     """
 
     devices: int
+    reach: int
     local: int
     size: int
 
@@ -92,7 +94,7 @@ class Machine:
 
     def path(self, group: Span) -> tuple[LinkSpec, int]:
         """The slowest link between neighbours of a group, and how many devices it spans there."""
-        return (self.cluster.inter, self.cluster.gpus) if group.crosses else (self.cluster.intra, group.devices)
+        return (self.cluster.inter, group.reach) if group.crosses else (self.cluster.intra, group.devices)
 
 
 def span(groups: Sequence[tuple[int, ...]], slots_per_node: int, devices_per_rank: int) -> Span:
@@ -110,7 +112,8 @@ def span(groups: Sequence[tuple[int, ...]], slots_per_node: int, devices_per_ran
             members.setdefault(rank // slots_per_node, []).append(rank)
         widest = max(widest, *(max(ranks) - min(ranks) + 1 for ranks in members.values()))
         fewest = min(fewest, *(len(ranks) for ranks in members.values()))
-    return Span(widest * devices_per_rank, fewest, len(groups[0]))
+    reach = max(max(group) - min(group) + 1 for group in groups)
+    return Span(widest * devices_per_rank, reach * devices_per_rank, fewest, len(groups[0]))
 
 
 def seconds(layer: Layer, machine: Machine, backward: bool = False) -> Seconds:
@@ -124,7 +127,7 @@ def seconds(layer: Layer, machine: Machine, backward: bool = False) -> Seconds:
     for count, step in zip(times, steps, strict=True):
         busy += step * count
     exposed = _ring(layer, machine, list(zip(times, steps, strict=True)), ulysses_rank, backward)
-    return busy + Seconds(ring=exposed, all_to_all=_all_to_all(layer, machine, ulysses_rank, backward))
+    return busy + Seconds(ring=exposed, all_to_all=sum(all_to_all_seconds(layer, machine, backward)))
 
 
 @lru_cache(maxsize=1024)
@@ -246,15 +249,18 @@ def message_seconds(link: LinkSpec, kind: Literal["ring", "all_to_all"], devices
     return link.latency_us * 1e-6 + sent / (link.speed(kind, devices) * 1e9) * (1 if link.full_duplex else 2)
 
 
-def _all_to_all(layer: Layer, machine: Machine, ulysses_rank: int, backward: bool) -> float:
+def all_to_all_seconds(layer: Layer, machine: Machine, backward: bool = False) -> tuple[float, float]:
+    """Time of the exchanges (before, after) the attention of one pass on the busiest rank."""
     if layer.ulysses_degree == 1:
-        return 0.0
+        return 0.0, 0.0
     cluster, group = machine.cluster, machine.ulysses
     outside = (group.size - group.local) / (group.size - 1)
-    total = 0.0
-    for sent in bytes_all_to_all(layer, 0, ulysses_rank, backward):
+
+    def exchange(sent: int) -> float:
         inside = message_seconds(cluster.intra, "all_to_all", group.devices, sent * (1 - outside))
-        across = message_seconds(cluster.inter, "all_to_all", cluster.gpus, sent * outside)
+        across = message_seconds(cluster.inter, "all_to_all", group.reach, sent * outside)
         packing = 4 * sent / (cluster.device.memory_gb_per_s * 1e9)  # read and written on either side
-        total += packing + (max(inside, across) if group.crosses else inside)
-    return total
+        return packing + (max(inside, across) if group.crosses else inside)
+
+    before, after = bytes_all_to_all(layer, 0, layer.busiest_ulysses_rank, backward)
+    return exchange(before), exchange(after)

@@ -7,7 +7,7 @@ their sum is the peak.
 
 Assumed: a pre-norm transformer with fused norms; mixed precision with Adam (ZeRO, Rajbhandari et al. 2020); tensor
 parallelism that splits heads, MLP and vocabulary and leaves the residual stream whole on every rank (no Megatron
-sequence parallelism); a loss that computes all its logits at once, as torch's cross_entropy does; FlashAttention-2.
+sequence parallelism); torch's cross_entropy on all logits, or on those of a chunk of the loss; FlashAttention-2.
 For attention the terms are what `usp.all_to_all`, `usp.ring`, `usp.merge` and the transports hold.
 """
 
@@ -79,14 +79,12 @@ def _layer(model: ModelSpec, workload: Workload, degrees: tuple[int, int], layou
             raise InputError(f"{name} must be a positive integer, got {degree!r}")
     if transport not in TRANSPORTS:
         raise InputError(f"there is no transport {transport!r} to plan with: there are {', '.join(TRANSPORTS)}")
-    kv_heads = _ceil(model.kv_heads, workload.tensor_parallel)
-    heads = kv_heads * _ceil(_ceil(model.heads, workload.tensor_parallel), kv_heads)
-    if degrees[0] > heads:
+    shape = Shape.of(model, workload)
+    if degrees[0] > shape.heads:
         raise InputError(
-            f"ulysses_degree={degrees[0]} is more than the {heads} query heads of a tensor-parallel rank "
-            f"({model.heads} heads, tensor_parallel={workload.tensor_parallel}): use {heads} or fewer"
+            f"ulysses_degree={degrees[0]} is more than the {shape.heads} query heads of a tensor-parallel rank "
+            f"({model.heads} heads, tensor_parallel={workload.tensor_parallel}): use {shape.heads} or fewer"
         )
-    shape = Shape(workload.batch, heads, kv_heads, model.head_dim, model.value_dim, model.dtype_bytes)
     mask = workload.mask
     if model.windowed_layers == model.layers:
         mask &= Mask.window(model.window, None)
@@ -245,8 +243,8 @@ class _Rank:
 
     @property
     def forward_flight(self) -> int:
-        """Blocks of k and v: the last, the present and the next one."""
-        return self._blocks(min(self.hops + 1, 3)) * self.kv
+        """Blocks of k and v: the present and the next one."""
+        return self._blocks(min(self.hops + 1, 2)) * self.kv
 
     @property
     def backward_flight(self) -> int:
@@ -329,11 +327,12 @@ def _training(rank: _Rank) -> tuple[Rows, ...]:
     The layer at work has all its saved tensors, those of the MLP until its gradients are through, and the gradient of
     the residual stream.
     """
-    # logits, and in float32 their log-softmax, its gradient and theirs: what cross_entropy holds at its peak
-    loss = _vocab(rank) * rank.tokens * (rank.model.dtype_bytes + 3 * rank.wide)
+    # a chunk's logits, and in float32 their log-softmax, its gradient and theirs: the peak of cross_entropy
+    tokens = _ceil(rank.tokens, rank.workload.loss_chunks)
+    loss = _vocab(rank) * tokens * (rank.model.dtype_bytes + 3 * rank.wide)
     missing = rank.attention_saved + rank.stream - _saved_of_layer(rank)  # negative where the MLP's are kept too
     attention = rank.stream + max(0, missing)
-    mlp = rank.stream + max(0, missing) + (3 if rank.model.gated else 2) * rank.units
+    mlp = rank.stream + max(0, missing + rank.mlp_saved) + (3 if rank.model.gated else 2) * rank.units
     return [("logits", loss)], [("layer at work", mlp)], *_attention(rank, attention)
 
 

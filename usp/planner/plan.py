@@ -11,11 +11,11 @@ from pydantic import BaseModel, ConfigDict
 from usp import layouts
 from usp.errors import InputError
 from usp.planner import models, reasons
-from usp.planner.cost import Seconds, seconds
+from usp.planner.cost import Machine, Seconds, all_to_all_seconds, seconds
 from usp.planner.memory import estimate
-from usp.planner.problem import Problem
+from usp.planner.problem import Pass, Problem
 from usp.planner.spec import ClusterSpec, ModelSpec, Workload
-from usp.planner.traffic import TRANSPORTS, bytes_all_to_all, bytes_ring
+from usp.planner.traffic import TRANSPORTS, Layer, bytes_all_to_all, bytes_ring
 
 
 class Report(BaseModel):
@@ -146,11 +146,11 @@ def _choices(problem: Problem, ulysses_degree: int, ring_degree: int) -> Iterato
         for transport in TRANSPORTS if ring_degree > 1 else TRANSPORTS[:1]:
             spent, to_all, round_ring = Seconds(), 0, 0
             for count, layer in problem.layers(ulysses_degree, ring_degree, layout, transport):
-                for times, backward in problem.passes:
-                    rank = layer.busiest_ulysses_rank
-                    spent += seconds(layer, machine, backward) * (count * times)
-                    to_all += sum(bytes_all_to_all(layer, 0, rank, backward)) * count * times
-                    round_ring += bytes_ring(layer, 0, rank, backward) * count * times
+                for kind in problem.passes:
+                    times, exchanged, passed_on = _run(layer, machine, kind)
+                    spent += times * count
+                    to_all += exchanged * count
+                    round_ring += passed_on * count
             memory = estimate(problem.model, problem.workload, ulysses_degree, ring_degree, layout, transport)
             yield Choice(
                 ulysses_degree=ulysses_degree,
@@ -170,3 +170,12 @@ def _choices(problem: Problem, ulysses_degree: int, ring_degree: int) -> Iterato
                 memory_bytes=memory.total_bytes,
                 fits=memory.total_bytes <= problem.cluster.device.memory_bytes,
             )
+
+
+def _run(layer: Layer, machine: Machine, kind: Pass) -> tuple[Seconds, int, int]:
+    """Time of one pass through a layer, and what a rank sends meanwhile: in all-to-alls, and round the ring."""
+    backward, rank = kind == "backward", layer.busiest_ulysses_rank
+    before, after = bytes_all_to_all(layer, 0, rank, backward)
+    if kind == "exchange":
+        return Seconds(all_to_all=all_to_all_seconds(layer, machine)[0]), before, 0
+    return seconds(layer, machine, backward), before + after, bytes_ring(layer, 0, rank, backward)

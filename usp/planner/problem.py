@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from usp.errors import InputError
 from usp.mask import Mask, pairs
@@ -10,6 +11,9 @@ from usp.planner.cost import Machine, hops, span
 from usp.planner.spec import ClusterSpec, ModelSpec, Workload
 from usp.planner.traffic import Layer, Shape
 from usp.schedule import Schedule
+
+Pass = Literal["forward", "exchange", "backward"]
+"""What is done with a layer: the forward or the backward pass, or only the exchange of q, k and v once more."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,7 @@ class Problem:
     @property
     def shape(self) -> Shape:
         """The tensors of one tensor-parallel rank."""
-        model, tensor = self.model, self.workload.tensor_parallel
-        kv_heads = -(-model.kv_heads // tensor)
-        return Shape(
-            self.workload.batch, model.heads // tensor, kv_heads, model.head_dim, model.value_dim, model.dtype_bytes
-        )
+        return Shape.of(self.model, self.workload)
 
     def objection(self, ulysses_degree: int) -> str:
         """Why a Ulysses degree is not legal, or nothing."""
@@ -89,11 +89,12 @@ class Problem:
         return {degrees: locate(self.cluster, *degrees, tensor, ranks) for degrees in self.degrees}
 
     @property
-    def passes(self) -> tuple[tuple[int, bool], ...]:
-        """(how often, whether backward) of the passes through a layer in one step."""
+    def passes(self) -> tuple[Pass, ...]:
+        """What one step does with each layer. Recomputation is a part of the backward pass."""
         if self.workload.mode == "inference":
-            return ((1, False),)
-        return (2 if self.workload.checkpointing == "full" else 1, False), (1, True)
+            return ("forward",)
+        again: dict[str, tuple[Pass, ...]] = {"none": (), "selective": ("exchange",), "full": ("forward",)}
+        return "forward", *again[self.workload.checkpointing], "backward"
 
     def imbalance(self, ring_degree: int, layout: str) -> float:
         """Work of the slowest rank of every hop, over an even share of it."""

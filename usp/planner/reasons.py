@@ -38,7 +38,7 @@ def explain(problem: Problem, choice: "Choice", ranked: "Sequence[Choice]") -> d
 def remedies(problem: Problem) -> Iterator[str]:
     """Changes that would make it fit, the cheapest first: of the training, then of the cluster or the sequence."""
     workload, cluster = problem.workload, problem.cluster
-    training = {"zero_stage": 3, "checkpointing": "full"} if workload.mode == "train" else {}
+    training = {"loss_chunks": 16, "checkpointing": "full", "zero_stage": 3} if workload.mode == "train" else {}
     cheap = {k: v for k, v in {**training, "batch": 1}.items() if getattr(workload, k) != v}
     for field, value in cheap.items():
         if _fits(_changed(problem, **{field: value})):
@@ -103,7 +103,7 @@ def _slower(problem: Problem, choice: "Choice", best: "Choice") -> str:
     if lost[part] <= 0:
         return f"as fast, with {choice.transport} and {choice.layout}"
     if part == "all_to_all" and machine.ulysses.crosses:
-        across = cluster.inter.speed("all_to_all", cluster.gpus)
+        across = cluster.inter.speed("all_to_all", machine.ulysses.reach)
         inside = cluster.intra.speed("all_to_all", cluster.gpus_per_node)
         return f"U={ulysses} crosses nodes: all-to-all at {across:g} GB/s instead of {inside:g}"
     if part == "all_to_all":

@@ -8,6 +8,7 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -47,8 +48,10 @@ def load(path: str | Path) -> Any:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from None
-    try:  # YAML 1.1 would read JSON's 1e-05 as text
-        return json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
+    try:
+        with suppress(ValueError):
+            return json.loads(text)  # first, since YAML 1.1 reads JSON's 1e-05 as text
+        return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise InputError(f"{path} is neither JSON nor YAML: {' '.join(str(error).split())}") from None
 
@@ -75,7 +78,7 @@ class Spec(BaseModel):
         """
         data, where = (source, "") if isinstance(source, Mapping) else (load(source), f"{source}: ")
         try:
-            text = json.dumps(data, default=lambda value: dict(value) if isinstance(value, Mapping) else repr(value))
+            text = json.dumps(data, default=lambda value: dict(value) if isinstance(value, Mapping) else [repr(value)])
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"{where}{cls.__name__}: not what JSON can hold: {error}") from None
         try:
@@ -234,7 +237,7 @@ class LinkSpec(Spec):
         gb_per_s: of any traffic that is not listed below, 10^9 bytes/s.
         ring: of a hop, where every member sends to the next, by how many devices the ring spans (PCIe differs by switch
             and socket); a span that is not listed has the speed of the next longer one, beyond the last the last.
-        all_to_all: of an all-to-all, likewise.
+        all_to_all: of an all-to-all, likewise; between nodes, only what leaves the node is counted.
         latency_us: fixed cost of a message or of a collective, microseconds.
         full_duplex: whether sending and receiving do not slow each other down.
         overlap: share of a transfer's time that computing at the same time hides: 1 where it costs the device nothing,
@@ -303,6 +306,7 @@ class Workload(Spec):
         data_parallel: number of sequence-parallel groups.
         checkpointing: "none" keeps all activations, "full" keeps each layer's input and runs the layer again in the
             backward pass, "selective" also keeps the attention's output, so that the ring is not walked again.
+        loss_chunks: in how many pieces logits and loss are computed; 1 is all logits at once.
         zero_stage: what is sharded over the data- and sequence-parallel ranks: 1 optimizer states, 2 also gradients,
             3 also parameters (FSDP), 0 nothing.
     """
@@ -316,6 +320,7 @@ class Workload(Spec):
     tensor_parallel: Annotated[int, Field(ge=1, le=2**16)] = 1
     data_parallel: Annotated[int, Field(ge=1, le=2**16)] = 1
     checkpointing: Literal["none", "selective", "full"] = "full"
+    loss_chunks: Count = 1
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 3
 
     @model_validator(mode="after")
@@ -334,7 +339,8 @@ class Workload(Spec):
 
 def explain(error: ValidationError, kind: type[BaseModel]) -> str:
     """What is wrong with a specification, in one line: each field, what is wanted, and what it holds."""
-    return " ".join("; ".join(_explain(problem, kind) for problem in error.errors(include_url=False)[:4]).split())
+    problems = sorted(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
+    return " ".join("; ".join(_explain(problem, kind) for problem in problems[:4]).split())
 
 
 def _explain(problem: Any, kind: type[BaseModel]) -> str:

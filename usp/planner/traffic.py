@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from usp.heads import share
+from usp.planner.spec import ModelSpec, Workload
 from usp.positions import split
 from usp.schedule import Schedule
 
@@ -35,6 +36,17 @@ class Shape:
     head_dim: int
     value_dim: int
     dtype_bytes: int
+
+    @classmethod
+    def of(cls, model: ModelSpec, workload: Workload) -> "Shape":
+        """The tensors of one tensor-parallel rank: whole kv heads with all their query heads, where they do not divide.
+
+        More tensor-parallel ranks than kv heads hold one each, some the same.
+        """
+        tensor = workload.tensor_parallel
+        kv_heads = -(-model.kv_heads // tensor)
+        heads = kv_heads * -(-model.heads // (tensor * kv_heads))
+        return cls(workload.batch, heads, kv_heads, model.head_dim, model.value_dim, model.dtype_bytes)
 
     @property
     def gradient_bytes(self) -> int:
