@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from usp.attention import USPAttention, attention
     from usp.errors import AgreementError, InputError, KernelError, TopologyError, TransportError, USPError
     from usp.mask import Band, Mask
+    from usp.planner.plan import Plan, plan
+    from usp.planner.spec import ClusterSpec, ModelSpec, Workload
     from usp.schedule import Schedule
     from usp.shard import positions, shard, unshard
     from usp.topology import Topology
@@ -22,16 +24,21 @@ __version__ = "0.1.0"
 __all__ = [
     "AgreementError",
     "Band",
+    "ClusterSpec",
     "InputError",
     "KernelError",
     "Mask",
+    "ModelSpec",
+    "Plan",
     "Schedule",
     "Topology",
     "TopologyError",
     "TransportError",
     "USPAttention",
     "USPError",
+    "Workload",
     "attention",
+    "plan",
     "positions",
     "shard",
     "unshard",
@@ -40,16 +47,21 @@ __all__ = [
 _HOME = {
     "AgreementError": "errors",
     "Band": "mask",
+    "ClusterSpec": "planner.spec",
     "InputError": "errors",
     "KernelError": "errors",
     "Mask": "mask",
+    "ModelSpec": "planner.spec",
+    "Plan": "planner.plan",
     "Schedule": "schedule",
     "Topology": "topology",
     "TopologyError": "errors",
     "TransportError": "errors",
     "USPAttention": "attention",
     "USPError": "errors",
+    "Workload": "planner.spec",
     "attention": "attention",
+    "plan": "planner.plan",
     "positions": "shard",
     "shard": "shard",
     "unshard": "shard",

@@ -5,12 +5,13 @@ Tile: a rectangle of one (query block, key block) pair, in local indices, whose 
 a tile is one call of a flash kernel, and nothing in it is wasted but what its band hides.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from math import inf
 
 from usp.errors import InputError
 from usp.positions import Positions
@@ -244,7 +245,9 @@ def pairs(q: Positions, k: Positions, mask: Mask) -> int:
 
 def _pieces(q: Positions, k: Positions, mask: Mask) -> Iterator[list[Tile]]:
     """The tiles of each document before they are joined: one for every two runs and band that meet."""
-    if _apart(q, k, mask):
+    start, stop = reach(q, mask)
+    first, last = extent(k)
+    if last <= start or first >= stop:
         return
     rows, columns = _by_document(q, mask.boundaries), _by_document(k, mask.boundaries)
     for document, row_runs in rows.items():
@@ -257,16 +260,28 @@ def _pieces(q: Positions, k: Positions, mask: Mask) -> Iterator[list[Tile]]:
         ]
 
 
-def _apart(q: Positions, k: Positions, mask: Mask) -> bool:
-    """Whether all keys lie too far from all queries, or on the wrong side, for any band.
+def extent(positions: Positions) -> tuple[int, int]:
+    """Where positions begin, and where they end."""
+    runs = [run for run in positions if run]
+    return (runs[0].start, runs[-1].stop) if runs else (0, 0)
 
-    Cheap, and no more than that: False does not mean that anything is visible.
+
+def reach(q: Positions, mask: Mask) -> tuple[float, float]:
+    """Where keys must lie for any of these queries to see them: from the first to before the second position.
+
+    Cheap, and no more than that: not every key there is seen.
     """
-    if not (q and k and mask.bands):
-        return True
-    lowest, highest = k[0].start - q[-1].stop, k[-1].stop - q[0].start
-    lo, hi = mask.bands[0].lo, mask.bands[-1].hi
-    return (hi is not None and lowest > hi) or (lo is not None and highest < lo)
+    first, stop = extent(q)
+    if first == stop or not mask.bands:
+        return 0, 0
+    last = min(stop, mask.boundaries[-1] if mask.boundaries else stop) - 1
+    lo, hi, boundaries = mask.bands[0].lo, mask.bands[-1].hi, mask.boundaries
+    start = -inf if lo is None else first + lo
+    stop = inf if hi is None else last + hi + 1
+    if boundaries:
+        start = max(start, boundaries[bisect_right(boundaries, first) - 1])
+        stop = min(stop, boundaries[bisect_left(boundaries, last + 1)])
+    return start, stop
 
 
 def _tile(i: int, q_run: range, j: int, k_run: range, band: Band) -> Tile | None:

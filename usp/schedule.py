@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from usp import layouts
-from usp.mask import Mask, Tile, pairs, tiles
+from usp.mask import Mask, Tile, extent, pairs, reach, tiles
 from usp.positions import Positions, count
 
 
@@ -70,7 +70,13 @@ def _tiles(schedule: Schedule, rank: int, owner: int) -> tuple[Tile, ...]:
 
 @lru_cache(maxsize=1024)
 def _hops(schedule: Schedule) -> int:
-    positions, mask = [schedule.positions(rank) for rank in range(schedule.ring_degree)], schedule.mask
+    mask, held = schedule.mask, [schedule.positions(rank) for rank in range(schedule.ring_degree)]
+    # Most pairs of ranks are told apart by where their positions begin and end.
+    extents = [extent(runs) for runs in held]
+    reaches = [reach(runs, mask) for runs in held]
     ring = range(schedule.ring_degree)[::-1]
-    needed = (hop for hop in ring if any(pairs(positions[rank], positions[rank - hop], mask) for rank in ring))
-    return next(needed, 0)
+    for hop in ring:
+        near = (r for r in ring if extents[r - hop][0] < reaches[r][1] and extents[r - hop][1] > reaches[r][0])
+        if any(pairs(held[rank], held[rank - hop], mask) for rank in near):
+            return hop
+    return 0

@@ -124,10 +124,9 @@ def test_who_sends_to_whom():
         SpanSpeed(devices=6, gb_per_s=0.1),  # all of both
     )
     assert seen == [
-        ((4,), (0,)),  # round the ring of the node
+        ((4,), (0,)),  # round the ring of the node, and round that of all
         ((0, 4), (0, 4)),  # its all-to-all
         ((3,), (3,)),  # round the ring of two nodes, and the all-to-all of the same two
-        ((4,), (0,)),  # round the ring of all, which for this rank stays in the node
         ((0, 4, 1, 3, 5), (0, 4, 1, 3, 5)),  # all-to-all of all
     ]
     assert ((1,), (2,)) in results[4][1]  # the ring of all leaves the node here

@@ -1,8 +1,7 @@
 """`usp explain`: who computes which tile at which hop, and how evenly."""
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -17,7 +16,7 @@ from usp.cli import tile_plot
 from usp.cli.mask_options import Causal, Documents, SeqLen, Window, describe_mask, mask_fields
 from usp.cli.output import AsJson, console, document
 from usp.planner.spec import Workload
-from usp.positions import split
+from usp.planner.survey import Survey, survey
 from usp.schedule import Schedule
 
 EXAMPLES = (
@@ -26,8 +25,6 @@ EXAMPLES = (
 )
 BUDGET = 2**14
 """Most pairs of pieces of positions that one survey compares: beyond it ranks, then hops are sampled."""
-FEWEST_RANKS = 4
-"""A sample holds at least that many ranks."""
 WORTHWHILE = 0.95
 """Another layout is recommended if it takes at most this share of the time."""
 SHOWN = 12
@@ -93,7 +90,7 @@ class Explanation(Part):
     hops: list[Hop]
     balance: float | None = Field(description="Slowest rank over mean, of the totals; null: no rank has work.")
     waiting: float = Field(description="Share of the time that a rank waits on average: each hop takes the slowest.")
-    hops_moved: int = Field(description="Hops after which no rank needs another block; at least, in a sample.")
+    hops_moved: int = Field(description="Hops after which no rank needs another block.")
     layouts: list[LayoutTime]
     better_layout: str | None
     sampled: Sample | None = Field(
@@ -101,94 +98,29 @@ class Explanation(Part):
     )
 
 
-@dataclass(frozen=True)
-class Survey:
-    """What some ranks do at some hops.
-
-    Attributes:
-        ranks: those that were looked at.
-        hops: (hop, how many hops it stands for), ascending.
-        work: visible pairs, `work[i][j]` of `ranks[j]` at `hops[i]`.
-        tiles: kernel calls, likewise.
-        complete: whether these are all ranks and hops.
-    """
-
-    ranks: tuple[int, ...]
-    hops: tuple[tuple[int, int], ...]
-    work: tuple[tuple[int, ...], ...]
-    tiles: tuple[tuple[int, ...], ...]
-    complete: bool
-
-    def summary(self) -> list[Hop]:
-        """The balance of each hop."""
-        found = []
-        for (hop, stands_for), work, calls in zip(self.hops, self.work, self.tiles, strict=True):
-            most, mean = max(work), sum(work) / len(work)
-            ratio = most / mean if most else None
-            found.append(
-                Hop(hop=hop, stands_for=stands_for, max=most, mean=mean, max_over_mean=ratio, tiles=max(calls))
-            )
-        return found
-
-    def totals(self) -> list[int]:
-        """Visible pairs of each rank over all hops."""
-        weights = [stands_for for _, stands_for in self.hops]
-        return [sum(w * n for w, n in zip(work, weights, strict=True)) for work in zip(*self.work, strict=True)]
-
-    @property
-    def slowest(self) -> int:
-        """Sum over hops of the slowest rank's visible pairs: the ring waits for it at each."""
-        return sum(hop.stands_for * hop.max for hop in self.summary())
-
-    @property
-    def waiting(self) -> float:
-        """Share of the time that a rank waits on average, 0 to 1: 1 - mean / slowest, both summed over hops."""
-        mean = sum(hop.stands_for * hop.mean for hop in self.summary())
-        return max(0.0, 1 - mean / self.slowest) if self.slowest else 0.0
-
-    @property
-    def calls(self) -> int:
-        """Sum over hops of the most kernel calls of a rank."""
-        return sum(hop.stands_for * hop.tiles for hop in self.summary())
-
-    @property
-    def hops_moved(self) -> int:
-        """The last of the hops at which a rank has work."""
-        return max((hop for (hop, _), work in zip(self.hops, self.work, strict=True) if any(work)), default=0)
-
-
-def survey(schedule: Schedule, budget: int = BUDGET) -> Survey:
-    """Counts what each rank does at each hop, of a sample of ranks and hops if there are too many.
-
-    Args:
-        schedule: what is counted.
-        budget: most pairs of pieces (stretches of one run and one document) to compare.
-    """
-    ring = schedule.ring_degree
-    fits = budget // _pieces(schedule)
-    ranks = _spread(ring, max(FEWEST_RANKS, fits // ring))
-    hops = _stand_for(ring, max(1, fits // len(ranks)))
-    found = [[schedule.tiles(rank, (rank - hop) % ring) for rank in ranks] for hop, _ in hops]
-    return Survey(
-        ranks=ranks,
-        hops=hops,
-        work=tuple(tuple(sum(tile.area for tile in tiles) for tiles in row) for row in found),
-        tiles=tuple(tuple(len(tiles) for tiles in row) for row in found),
-        complete=len(ranks) == len(hops) == ring,
-    )
+def summary(survey: Survey) -> list[Hop]:
+    """The balance of each hop."""
+    found = []
+    for index, ((hop, stands_for), work) in enumerate(zip(survey.hops, survey.work, strict=True)):
+        most, mean = max(work), sum(work) / len(work)
+        ratio = most / mean if most else None
+        calls = max(len(survey.tiles(index, rank)) for rank in survey.ranks)
+        found.append(Hop(hop=hop, stands_for=stands_for, max=most, mean=mean, max_over_mean=ratio, tiles=calls))
+    return found
 
 
 def compare(schedule: Schedule, own: Survey) -> list[LayoutTime]:
     """The built-in layouts for the mask, length and ring of a schedule, of which there is a survey already."""
     found = {
-        name: own if name == schedule.layout else survey(replace(schedule, layout=name)) for name in layouts.names()
+        name: own if name == schedule.layout else survey(replace(schedule, layout=name), BUDGET)
+        for name in layouts.names()
     }
     return [
         LayoutTime(
             layout=name,
             relative_time=other.slowest / own.slowest if own.slowest else 1.0,
-            tiles=other.calls,
-            hops_moved=other.hops_moved,
+            tiles=sum(hop.stands_for * hop.tiles for hop in summary(other)),
+            hops_moved=other.schedule.hops,
             sampled=not other.complete,
         )
         for name, other in found.items()
@@ -203,7 +135,7 @@ def best(layouts: Sequence[LayoutTime]) -> LayoutTime | None:
 
 def explanation(schedule: Schedule, survey: Survey) -> Explanation:
     """The document about a schedule."""
-    totals, compared = survey.totals(), compare(schedule, survey)
+    totals, compared = survey.totals, compare(schedule, survey)
     work, better = dict(zip(survey.ranks, totals, strict=True)), best(compared)
     return Explanation(
         schedule=str(schedule),
@@ -220,10 +152,10 @@ def explanation(schedule: Schedule, survey: Survey) -> Explanation:
             )
             for rank in range(schedule.ring_degree)
         ],
-        hops=survey.summary(),
+        hops=summary(survey),
         balance=max(totals) * len(totals) / sum(totals) if any(totals) else None,
         waiting=survey.waiting,
-        hops_moved=survey.hops_moved,
+        hops_moved=schedule.hops,
         layouts=compared,
         better_layout=better.layout if better else None,
         sampled=None if survey.complete else Sample(ranks=len(survey.ranks), hops=len(survey.hops)),
@@ -246,7 +178,7 @@ def explain(
     """
     workload = Workload(seq_len=seq_len, **mask_fields(seq_len, causal, window, documents))
     schedule = Schedule(workload.mask, layout, seq_len, ring_degree)
-    found = survey(schedule)
+    found = survey(schedule, BUDGET)
     told = explanation(schedule, found)
     title = f"{layout} over a ring of {ring_degree:,}: {seq_len:,} tokens, {describe_mask(workload)}"
     if plot:
@@ -260,31 +192,6 @@ def explain(
     _conclusion(out, told)
     if as_json:
         document(told.model_dump(mode="json"))
-
-
-def _pieces(schedule: Schedule) -> int:
-    """Pairs of pieces that the tiles of two ranks are made from, about: runs of one by stretches of the other."""
-    positions, boundaries = schedule.positions(schedule.ring_degree // 2), schedule.mask.boundaries
-    runs = [run for run in positions if run]
-    stretches = (
-        min(len(run), bisect_right(boundaries, run[-1]) - bisect_right(boundaries, run[0]) + 1) for run in runs
-    )
-    return max(1, len(runs) * sum(stretches) * len(schedule.mask.bands))
-
-
-def _spread(total: int, number: int) -> tuple[int, ...]:
-    """All of `range(total)`, or `number` of them from the first to the last at even distances."""
-    if number >= total:
-        return tuple(range(total))
-    return tuple(round(index * (total - 1) / (number - 1)) for index in range(number))
-
-
-def _stand_for(total: int, number: int) -> tuple[tuple[int, int], ...]:
-    """(hop, how many it stands for): all of `range(total)`, or the first and the middles of `number - 1` runs."""
-    if number >= total:
-        return tuple((hop, 1) for hop in range(total))
-    runs = split(total - 1, max(1, number - 1))
-    return (0, 1), *((1 + run[len(run) // 2], len(run)) for run in runs)
 
 
 def _listed(items: Sequence[T], text: Callable[[T], str], noun: str) -> list[str]:
@@ -351,7 +258,7 @@ def _axis(ranks: Sequence[int]) -> list[str]:
 
 def _work(out: Console, survey: Survey, told: Explanation) -> None:
     """A table of the hops, with a bar as long as the hop takes: full for the mean, light for the waiting."""
-    totals, ring = survey.totals(), told.ring_degree
+    totals, ring = survey.totals, told.ring_degree
     exponent = 3 * ((len(str(max(totals))) - 1) // 3)
     named = len(survey.ranks) == ring <= COLUMNS
     full, light = "█░" if out.encoding.startswith("utf") else "#-"
@@ -374,14 +281,13 @@ def _work(out: Console, survey: Survey, told: Explanation) -> None:
     out.print(f"  {'hop':>9} {''.join(f'{head:>11}' for head in heads)} {'max/mean':>9} {'calls':>7}")
     for text in _listed(range(len(told.hops)), row, "hops"):
         out.print(f"  {text}")
-    out.print("  " + line("all", totals, told.balance, survey.calls))
+    out.print("  " + line("all", totals, told.balance, sum(hop.stands_for * hop.tiles for hop in told.hops)))
 
 
 def _conclusion(out: Console, told: Explanation) -> None:
     rest = told.ring_degree - 1
-    least = "at least " if told.sampled and told.hops_moved < rest else ""
     out.print(f"\nA rank waits {told.waiting:.0%} of the time: every hop takes as long as its slowest rank.")
-    out.print(f"Blocks move {least}{told.hops_moved:,} of {rest:,} hops.")
+    out.print(f"Blocks move {told.hops_moved:,} of {rest:,} hops.")
     compared = {layout.layout: layout for layout in told.layouts}
     own, other = compared[told.layout], compared.get(told.better_layout or "")
     if other:
@@ -395,5 +301,8 @@ def _conclusion(out: Console, told: Explanation) -> None:
     else:
         out.print("No other layout takes noticeably less time.")
     if told.sampled:
-        ranks, hops = (f"{number:,} of {told.ring_degree:,}" for number in (told.sampled.ranks, told.sampled.hops))
+        ranks, hops = (
+            f"{number:,} of {total:,}"
+            for number, total in ((told.sampled.ranks, told.ring_degree), (told.sampled.hops, told.hops_moved + 1))
+        )
         out.print(f"Sampled: the numbers are estimates, from {ranks} ranks at {hops} hops.")

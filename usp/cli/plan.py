@@ -147,7 +147,7 @@ def _show(made: Plan, output: OutputOptions) -> None:
     for line in _table(made.choices if output.show_all else leading(made.choices)):
         show.print(line)
     for pair in made.rejected:
-        show.print(f"{pair.ulysses_degree:4} {pair.ring_degree:4}  not legal: {pair.why}")
+        show.print(f"{pair.ulysses_degree:3} {pair.ring_degree:4} not legal: {pair.why}")
     best = made.best
     if shown := best or next(iter(made.choices), None):
         show.print(f"\nmemory of the fullest rank with U={shown.ulysses_degree} R={shown.ring_degree}, GiB")
@@ -180,13 +180,13 @@ def code(choice: Choice) -> str:
 
 def _table(choices: Sequence[Choice]) -> Iterator[str]:
     """Two lines for each choice: its figures, and why."""
-    yield "   U    R  layout      transport     total  compute    merge     ring  all-to-all    GiB"
+    yield "  U    R layout     transport    total compute   merge    ring all-to-all    GiB"
     for c in choices:
         times = (c.seconds, c.seconds_compute, c.seconds_merge, c.seconds_ring)
-        figures = "".join(f"{seconds:9.4g}" for seconds in times) + f"{c.seconds_all_to_all:12.4g}"
-        names = f"{c.layout:<11} {c.transport:<10}" if c.ring_degree > 1 else f"{'-':<11} {'-':<10}"
-        yield f"{c.ulysses_degree:4} {c.ring_degree:4}  {names}{figures}{c.memory_bytes / GIB:7.1f}"
-        yield f"           {c.why}"
+        figures = "".join(f"{seconds:8.3g}" for seconds in times) + f"{c.seconds_all_to_all:11.3g}"
+        names = f"{c.layout:<10} {c.transport:<10}" if c.ring_degree > 1 else f"{'-':<10} {'-':<10}"
+        yield f"{c.ulysses_degree:3} {c.ring_degree:4} {names}{figures}{c.memory_bytes / GIB:7.1f}"
+        yield f"         {c.why}"
 
 
 def _memory(choice: Choice, cluster: ClusterSpec) -> Iterator[str]:

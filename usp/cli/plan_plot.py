@@ -1,9 +1,11 @@
 """The picture of a plan: for each pair of degrees, where the time goes."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from usp.errors import InputError
-from usp.planner.plan import Plan
+from usp.planner.plan import Choice, Plan
 
 PARTS = {
     "compute": ("kernels", "#4477aa"),
@@ -28,27 +30,35 @@ def draw(plan: Plan, path: Path) -> None:
     for choice in plan.choices:
         best.setdefault((choice.ulysses_degree, choice.ring_degree), choice)
     choices = [best[degrees] for degrees in sorted(best)]
-    figure = Figure(figsize=(max(6.0, 2.0 + 0.9 * len(choices)), 4.2), layout="constrained")
-    axes = figure.subplots()
-    bottoms = [0.0] * len(choices)
-    for part, (label, colour) in PARTS.items():
-        heights = [getattr(choice, f"seconds_{part}") for choice in choices]
-        axes.bar(range(len(choices)), heights, bottom=bottoms, label=label, color=colour, width=0.7)
-        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    for place, (choice, top) in enumerate(zip(choices, bottoms, strict=True)):
+    figure = Figure(figsize=(max(8.0, 3.0 + 1.4 * len(choices)), 4.2), layout="constrained")
+    whole, rest = figure.subplots(1, 2)
+    _stack(whole, choices, list(PARTS))
+    _stack(rest, choices, list(PARTS)[1:])
+    for place, choice in enumerate(choices):
         note = f"{choice.slower:.2f} x" if choice.fits else "does not fit"
-        axes.annotate(note, (place, top), ha="center", va="bottom", fontsize=8)
-    names = [
-        f"U={c.ulysses_degree}\nR={c.ring_degree}" + (f"\n{c.layout}" if c.ring_degree > 1 else "") for c in choices
-    ]
-    axes.set_xticks(range(len(choices)), names, fontsize=8)
-    axes.set_ylabel("seconds of attention in a step, predicted")
-    axes.margins(y=0.12)
-    axes.spines[["top", "right"]].set_visible(False)
+        whole.annotate(note, (place, choice.seconds), ha="center", va="bottom", fontsize=8)
+    whole.set_title("all of it", fontsize=9)
+    rest.set_title("all but the kernels", fontsize=9)
+    whole.set_ylabel("seconds of attention in a step, predicted")
     work = plan.workload
-    axes.set_title(f"{plan.model.name}, {work.seq_len:,} tokens, {plan.cluster.name}, {work.mode}", fontsize=10)
-    axes.legend(frameon=False, fontsize=8)
+    figure.suptitle(f"{plan.model.name}, {work.seq_len:,} tokens, {plan.cluster.name}, {work.mode}", fontsize=10)
+    handles, labels = whole.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(PARTS), frameon=False, fontsize=8)
     try:
         figure.savefig(path, dpi=110)
     except (OSError, ValueError) as error:
         raise InputError(f"cannot write {path}: {error}") from None
+
+
+def _stack(axes: Any, choices: Sequence[Choice], parts: Sequence[str]) -> None:
+    """A bar for each choice, of the seconds of some parts."""
+    bottoms = [0.0] * len(choices)
+    for part in parts:
+        label, colour = PARTS[part]
+        heights = [getattr(choice, f"seconds_{part}") for choice in choices]
+        axes.bar(range(len(choices)), heights, bottom=bottoms, label=label, color=colour, width=0.7)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    names = [f"U={c.ulysses_degree}\nR={c.ring_degree}\n{c.layout * (c.ring_degree > 1)}" for c in choices]
+    axes.set_xticks(range(len(choices)), names, fontsize=7)
+    axes.margins(y=0.12)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from usp.cli.output import AsJson, console, document
 from usp.placement import Grid, columns, crossing, describe, place, rows
+from usp.planner.spec import ClusterSpec
 
 EXAMPLES = (
     "Examples: `usp topology -u 8 -r 2 --nodes 2 --gpus-per-node 8` for a cluster that is elsewhere; "
@@ -20,19 +22,25 @@ def topology(
     ring_degree: Annotated[int, typer.Option("--ring-degree", "-r", help="Ranks of a ring.")] = 1,
     nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes of a cluster that is elsewhere.")] = None,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs of each of its nodes.")] = 8,
+    cluster: Annotated[Path | None, typer.Option(help="A cluster file, as `usp probe` writes it.")] = None,
     allow_cross_node: Annotated[bool, typer.Option(help="Accept Ulysses groups that span nodes.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show which rank sits where on the two axes, and which groups cross nodes.
 
-    Under torchrun it shows the processes that are running; with --nodes, a cluster by its size.
+    Under torchrun it shows the processes that are running; with --nodes or --cluster, a cluster by its size.
     """
+    if cluster is not None:
+        if nodes is not None:
+            raise typer.BadParameter("give --nodes or --cluster, not both")
+        spec = ClusterSpec.read(cluster)
+        nodes, gpus_per_node = spec.nodes, spec.gpus_per_node
     if nodes is not None:
         names = [f"node{rank // gpus_per_node}" for rank in range(nodes * gpus_per_node)]
         _show(place(names, ulysses_degree, ring_degree, allow_cross_node), names, as_json)
         return
     if "RANK" not in os.environ:
-        raise typer.BadParameter("give --nodes (and --gpus-per-node), or start it with torchrun")
+        raise typer.BadParameter("give --nodes (and --gpus-per-node) or --cluster, or start it with torchrun")
     import torch.distributed as dist
 
     from usp.topology import Topology

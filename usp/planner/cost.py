@@ -16,7 +16,8 @@ from typing import Literal
 from usp.heads import groups, runs
 from usp.mask import Tile
 from usp.planner.spec import ClusterSpec, DeviceSpec, LinkSpec
-from usp.planner.traffic import Layer, bytes_all_to_all
+from usp.planner.survey import survey
+from usp.planner.traffic import Layer, Shape, bytes_all_to_all
 from usp.schedule import Schedule
 
 BACKWARD_FLOPS = 2.5
@@ -25,8 +26,8 @@ REFERENCE_HEAD_DIM = 128
 HALF_SPEED_HEAD_DIM = 22.0
 """Kernels are slower with small heads: speed grows as d / (d + 22), which fits FlashAttention-2 on an A100 at head_dim
 32 and 128 (142 and 205 TFLOP/s; yunchang's tables, 131,072 tokens)."""
-EXACT_RING = 16
-"""Rings up to this size are looked at rank by rank and hop by hop, longer ones at a sample of both."""
+BUDGET = 2**10
+"""How closely a ring is looked at, as for `survey`: zigzag rings of up to 16 ranks are not sampled."""
 
 
 @dataclass(frozen=True)
@@ -118,42 +119,13 @@ def span(groups: Sequence[tuple[int, ...]], slots_per_node: int, devices_per_ran
 
 def seconds(layer: Layer, machine: Machine, backward: bool = False) -> Seconds:
     """Time of one pass through one attention layer on the slowest rank."""
-    device = machine.cluster.device
-    ulysses_rank = layer.busiest_ulysses_rank
-    steps = [_step(layer, ulysses_rank, tiles, device, backward) for _, tiles in hops(layer.schedule)]
-    times = [times for times, _ in hops(layer.schedule)]
-    steps[0] = steps[0] if layer.schedule.ring_degree > 1 else Seconds(steps[0].compute)
+    device = machine.cluster.device  # frozen, so it has a hash
+    steps = _steps(layer.shape, layer.schedule, layer.ulysses_degree, device, backward)  # pyright: ignore[reportArgumentType]
     busy = Seconds()
-    for count, step in zip(times, steps, strict=True):
+    for count, step in steps:
         busy += step * count
-    exposed = _ring(layer, machine, list(zip(times, steps, strict=True)), ulysses_rank, backward)
+    exposed = _ring(layer, machine, steps, backward)
     return busy + Seconds(ring=exposed, all_to_all=sum(all_to_all_seconds(layer, machine, backward)))
-
-
-@lru_cache(maxsize=1024)
-def hops(schedule: Schedule) -> tuple[tuple[int, tuple[Tile, ...]], ...]:
-    """The hops of a ring, each with the tiles of the rank that has most to compute there: what all others wait for.
-
-    Returns:
-        (how many hops it stands for, tiles), from the first hop to the last. In rings beyond `EXACT_RING` ranks both
-        hops and ranks are a sample, evenly spread and with the ends of the ring.
-    """
-    last = schedule.hops
-    looked_at = _sample(last + 1)
-    found = []
-    for hop, following in zip(looked_at, [*looked_at[1:], last + 1], strict=True):
-        ranks = _sample(schedule.ring_degree, hop - 1, hop, hop + 1)
-        slowest = max(ranks, key=lambda rank: schedule.pairs(rank, (rank - hop) % schedule.ring_degree))
-        found.append((following - hop, schedule.tiles(slowest, (slowest - hop) % schedule.ring_degree)))
-    return tuple(found)
-
-
-def _sample(size: int, *wanted: int) -> list[int]:
-    """At most about `EXACT_RING` of range(size), in order, with both ends and what is wanted."""
-    if size <= EXACT_RING:
-        return list(range(size))
-    even = {i * (size - 1) // (EXACT_RING - 1) for i in range(EXACT_RING)}
-    return sorted(even | {i for i in wanted if 0 <= i < size} | {1})
 
 
 def kernel_seconds(tile: Tile, batch: int, heads: int, dims: int, device: DeviceSpec, backward: bool = False) -> float:
@@ -187,32 +159,37 @@ def _tflops(device: DeviceSpec, length: float, backward: bool) -> float:
     return points[-1][1]
 
 
-def _step(layer: Layer, ulysses_rank: int, tiles: Sequence[Tile], device: DeviceSpec, backward: bool) -> Seconds:
-    """What a rank does with one block: its kernels, and joining their results to what it has."""
-    shape, dims = layer.shape, layer.shape.head_dim + layer.shape.value_dim
-    calls = [
-        (tile, run.q.stop - run.q.start)
-        for tile in tiles
-        for run in runs(groups(shape.heads, shape.kv_heads, layer.ulysses_degree, ulysses_rank))
-    ]
-    compute = sum(
-        max(device.launch_us * 1e-6, kernel_seconds(tile, shape.batch, heads, dims, device, backward))
-        for tile, heads in calls
-    )
-    rows = sum((tile.q.stop - tile.q.start) * heads for tile, heads in calls) * shape.value_dim
-    merged = shape.batch * rows * device.merge_bytes / (device.memory_gb_per_s * 1e9)
-    merged += len(calls) * device.launch_us * 1e-6
-    return Seconds(compute=compute, merge=merged * (2 if backward else 1))
+@lru_cache(maxsize=64)  # whatever the transport
+def _steps(
+    shape: Shape, schedule: Schedule, ulysses_degree: int, device: DeviceSpec, backward: bool
+) -> tuple[tuple[int, Seconds], ...]:
+    """(how often, what the busiest rank does with a block): its kernels, and joining their results to what it has."""
+    layer = Layer(shape, schedule, ulysses_degree)
+    own = groups(shape.heads, shape.kv_heads, ulysses_degree, layer.busiest_ulysses_rank)
+    heads, seen = [run.q.stop - run.q.start for run in runs(own)], survey(schedule, BUDGET)
+    steps = [_step(shape, seen.slowest_tiles(index), heads, device, backward) for index in range(len(seen.hops))]
+    if schedule.ring_degree == 1:
+        steps[0] = Seconds(steps[0].compute)  # a single block is not merged into anything
+    return tuple((count, step) for (_, count), step in zip(seen.hops, steps, strict=True))
 
 
-def _ring(
-    layer: Layer, machine: Machine, steps: Sequence[tuple[int, Seconds]], ulysses_rank: int, backward: bool
-) -> float:
+def _step(shape: Shape, tiles: Sequence[Tile], heads: Sequence[int], device: DeviceSpec, backward: bool) -> Seconds:
+    """The kernel calls for some tiles, one for each run of heads, and joining their results."""
+    dims, launch, compute, rows = shape.head_dim + shape.value_dim, device.launch_us * 1e-6, 0.0, 0
+    for tile in tiles:
+        rows += (tile.q.stop - tile.q.start) * sum(heads)
+        compute += sum(max(launch, kernel_seconds(tile, shape.batch, n, dims, device, backward)) for n in heads)
+    merge = shape.batch * rows * shape.value_dim * device.merge_bytes / (device.memory_gb_per_s * 1e9)
+    merge += len(tiles) * len(heads) * launch
+    return Seconds(compute=compute, merge=merge * (2 if backward else 1))
+
+
+def _ring(layer: Layer, machine: Machine, steps: Sequence[tuple[int, Seconds]], backward: bool) -> float:
     """Seconds of the ring's transfers that are not hidden behind the steps."""
     last = layer.schedule.hops
     if not last:
         return 0.0
-    elements = layer.schedule.length(0) * layer.token_elements(ulysses_rank)
+    elements = layer.schedule.length(0) * layer.token_elements(layer.busiest_ulysses_rank)
     link, devices = machine.path(machine.ring)
     block, gradient = elements * layer.shape.dtype_bytes, elements * layer.shape.gradient_bytes if backward else 0
 

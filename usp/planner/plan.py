@@ -146,11 +146,11 @@ def _choices(problem: Problem, ulysses_degree: int, ring_degree: int) -> Iterato
         for transport in TRANSPORTS if ring_degree > 1 else TRANSPORTS[:1]:
             spent, to_all, round_ring = Seconds(), 0, 0
             for count, layer in problem.layers(ulysses_degree, ring_degree, layout, transport):
-                for kind in problem.passes:
-                    times, exchanged, passed_on = _run(layer, machine, kind)
-                    spent += times * count
-                    to_all += exchanged * count
-                    round_ring += passed_on * count
+                for kind, times in problem.passes.items():
+                    taken, exchanged, passed_on = _run(layer, machine, kind)
+                    spent += taken * (count * times)
+                    to_all += exchanged * count * times
+                    round_ring += passed_on * count * times
             memory = estimate(problem.model, problem.workload, ulysses_degree, ring_degree, layout, transport)
             yield Choice(
                 ulysses_degree=ulysses_degree,

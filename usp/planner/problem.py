@@ -7,8 +7,9 @@ from typing import Literal
 from usp.errors import InputError
 from usp.mask import Mask, pairs
 from usp.placement import columns, place, rows
-from usp.planner.cost import Machine, hops, span
+from usp.planner.cost import BUDGET, Machine, span
 from usp.planner.spec import ClusterSpec, ModelSpec, Workload
+from usp.planner.survey import survey
 from usp.planner.traffic import Layer, Shape
 from usp.schedule import Schedule
 
@@ -89,19 +90,18 @@ class Problem:
         return {degrees: locate(self.cluster, *degrees, tensor, ranks) for degrees in self.degrees}
 
     @property
-    def passes(self) -> tuple[Pass, ...]:
-        """What one step does with each layer. Recomputation is a part of the backward pass."""
+    def passes(self) -> dict[Pass, int]:
+        """How often one step does what with each layer. Recomputation is a part of the backward pass."""
         if self.workload.mode == "inference":
-            return ("forward",)
-        again: dict[str, tuple[Pass, ...]] = {"none": (), "selective": ("exchange",), "full": ("forward",)}
-        return "forward", *again[self.workload.checkpointing], "backward"
+            return {"forward": 1}
+        checkpointing = self.workload.checkpointing
+        return {"forward": 1 + (checkpointing == "full"), "exchange": int(checkpointing == "selective"), "backward": 1}
 
     def imbalance(self, ring_degree: int, layout: str) -> float:
         """Work of the slowest rank of every hop, over an even share of it."""
         _, layer = self.layers(1, ring_degree, layout, "p2p")[0]
         whole = (range(self.workload.seq_len),)
-        slowest = sum(count * sum(tile.area for tile in tiles) for count, tiles in hops(layer.schedule))
-        return slowest * ring_degree / pairs(whole, whole, layer.schedule.mask)
+        return survey(layer.schedule, BUDGET).slowest * ring_degree / pairs(whole, whole, layer.schedule.mask)
 
 
 def locate(cluster: ClusterSpec, ulysses_degree: int, ring_degree: int, tensor_parallel: int, ranks: int) -> Machine:
