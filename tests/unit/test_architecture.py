@@ -270,8 +270,9 @@ def test_arithmetic_needs_no_torch():
 
 def test_the_public_names():
     assert usp.__all__ == [
-        "AgreementError", "Band", "InputError", "KernelError", "Mask", "Schedule", "Topology", "TopologyError",
-        "TransportError", "USPAttention", "USPError", "attention", "positions", "shard", "unshard",
+        "AgreementError", "Band", "ClusterSpec", "InputError", "KernelError", "Mask", "ModelSpec", "Plan", "Schedule",
+        "Topology", "TopologyError", "TransportError", "USPAttention", "USPError", "Workload", "attention", "plan",
+        "positions", "shard", "unshard",
     ]  # fmt: skip
     for name in usp.__all__:
         assert getattr(usp, name).__name__ == name

@@ -60,5 +60,5 @@ def _stack(axes: Any, choices: Sequence[Choice], parts: Sequence[str]) -> None:
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     names = [f"U={c.ulysses_degree}\nR={c.ring_degree}\n{c.layout * (c.ring_degree > 1)}" for c in choices]
     axes.set_xticks(range(len(choices)), names, fontsize=7)
-    axes.margins(y=0.12)
+    axes.set_ylim(0, 1.1 * max(bottoms) or 1)
     axes.spines[["top", "right"]].set_visible(False)
