@@ -172,6 +172,7 @@ def measure_device(problem: Problem, meter: Meter, devices: int) -> DeviceSpec:
         peak_tflops=_short(2 * size**3 / meter.clock(lambda: square @ square) / 1e12),
         memory_gb_per_s=_short(gb_per_s),
         attention=tuple(speeds),
+        head_dim=problem.head_dim,
         launch_us=_short(meter.clock(forward) * 1e6),
         merge_bytes=_short(merge_seconds(problem, meter) * gb_per_s * 1e9),
     )

@@ -36,7 +36,7 @@ MODEL = {
 SPEED = {"block_length": 1024, "forward_tflops": 300.0, "backward_tflops": 250.0}
 DEVICE = {
     "name": "chip", "memory_gib": 80.0, "peak_tflops": 900.0, "memory_gb_per_s": 3000.0,
-    "attention": [SPEED, SPEED | {"block_length": 8192}], "launch_us": 20.0, "merge_bytes": 16.0,
+    "attention": [SPEED, SPEED | {"block_length": 8192}], "head_dim": 128, "launch_us": 20.0, "merge_bytes": 16.0,
 }  # fmt: skip
 SPAN = {"devices": 4, "gb_per_s": 200.0}
 LINK = {
@@ -105,7 +105,7 @@ LEGAL: dict[type[Spec], dict[str, Legal]] = {
     KernelSpeed: {"block_length": COUNT, "forward_tflops": RATE, "backward_tflops": RATE},
     DeviceSpec: {
         "name": TEXT, "memory_gib": RATE, "peak_tflops": RATE, "memory_gb_per_s": RATE, "attention": NOTHING,
-        "launch_us": DELAY, "merge_bytes": DELAY,
+        "head_dim": DEGREE, "launch_us": DELAY, "merge_bytes": DELAY,
     },
     SpanSpeed: {"devices": COUNT, "gb_per_s": RATE},
     LinkSpec: {

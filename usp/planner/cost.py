@@ -22,10 +22,9 @@ from usp.schedule import Schedule
 
 BACKWARD_FLOPS = 2.5
 """FLOPs of the backward pass over those of the forward pass: five matrix products, where forward has two."""
-REFERENCE_HEAD_DIM = 128
-HALF_SPEED_HEAD_DIM = 22.0
-"""Kernels are slower with small heads: speed grows as d / (d + 22), which fits FlashAttention-2 on an A100 at head_dim
-32 and 128 (142 and 205 TFLOP/s; yunchang's tables, 131,072 tokens)."""
+FULL_SPEED_HEAD_DIM, HALF_SPEED_HEAD_DIM = 128, 22
+"""Kernels are slower with small heads: speed grows as d / (d + 22) up to 128, which fits FlashAttention-2 on an A100 at
+head_dim 32 and 128 (142 and 205 TFLOP/s; yunchang's tables, 131,072 tokens)."""
 BUDGET = 2**10
 """How closely a ring is looked at, as for `survey`: zigzag rings of up to 16 ranks are not sampled."""
 
@@ -143,9 +142,14 @@ def kernel_seconds(tile: Tile, batch: int, heads: int, dims: int, device: Device
     """
     flops = 2.0 * batch * heads * dims * tile.area * (BACKWARD_FLOPS if backward else 1.0)
     length = 2 * tile.area / max(tile.q.stop - tile.q.start, tile.k.stop - tile.k.start)
-    size = dims / 2
-    slower = (size / (size + HALF_SPEED_HEAD_DIM)) / (REFERENCE_HEAD_DIM / (REFERENCE_HEAD_DIM + HALF_SPEED_HEAD_DIM))
-    return flops / (_tflops(device, length, backward) * 1e12 * min(slower, 1.0))
+    relative = _head_speed(dims / 2) / _head_speed(device.head_dim)
+    return flops / (_tflops(device, length, backward) * 1e12 * relative)
+
+
+def _head_speed(head_dim: float) -> float:
+    """Speed with heads of some size, as a share of what large ones would have."""
+    size = min(head_dim, FULL_SPEED_HEAD_DIM)
+    return size / (size + HALF_SPEED_HEAD_DIM)
 
 
 def _tflops(device: DeviceSpec, length: float, backward: bool) -> float:

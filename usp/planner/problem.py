@@ -13,6 +13,8 @@ from usp.planner.survey import survey
 from usp.planner.traffic import Layer, Shape
 from usp.schedule import Schedule
 
+MOST_DEVICES = 2**14
+"""Devices of the largest cluster that is planned for: every one is placed."""
 Pass = Literal["forward", "exchange", "backward"]
 """What is done with a layer: the forward or the backward pass, or only the exchange of q, k and v once more."""
 
@@ -30,22 +32,8 @@ class Problem:
     workload: Workload
 
     def __post_init__(self) -> None:
-        tensor, data = self.workload.tensor_parallel, self.workload.data_parallel
-        if self.cluster.gpus % (tensor * data):
-            raise InputError(
-                f"tensor_parallel x data_parallel = {tensor} x {data} does not divide the {self.cluster.gpus} devices "
-                f"of {self.cluster.nodes} nodes x {self.cluster.gpus_per_node}"
-            )
-        if self.cluster.gpus_per_node % tensor and tensor % self.cluster.gpus_per_node:
-            raise InputError(
-                f"tensor_parallel={tensor} neither divides the {self.cluster.gpus_per_node} devices of a node nor is a "
-                "multiple of it"
-            )
-        if self.model.heads % tensor:
-            fitting = [str(n) for n in range(1, self.model.heads + 1) if self.model.heads % n == 0]
-            raise InputError(
-                f"tensor_parallel={tensor} does not divide the {self.model.heads} heads: use {', '.join(fitting)}"
-            )
+        if why := refusal(self.model, self.cluster, self.workload.tensor_parallel, self.workload.data_parallel):
+            raise InputError(why)
 
     @property
     def degrees(self) -> list[tuple[int, int]]:
@@ -110,3 +98,23 @@ def locate(cluster: ClusterSpec, ulysses_degree: int, ring_degree: int, tensor_p
     nodes = [str(rank // slots) for rank in range(ranks)]
     grids = place(nodes, ulysses_degree, ring_degree, allow_cross_node=True)
     return Machine(cluster, span(rows(grids), slots, tensor_parallel), span(columns(grids), slots, tensor_parallel))
+
+
+def refusal(model: ModelSpec, cluster: ClusterSpec, tensor: int, data: int) -> str:
+    """Why degrees of tensor and data parallelism do not fit a cluster or the heads of a model, or nothing."""
+    if cluster.gpus > MOST_DEVICES:
+        return f"nodes x gpus_per_node = {cluster.gpus:,} is more than the {MOST_DEVICES:,} devices of the largest plan"
+    if cluster.gpus % (tensor * data):
+        return (
+            f"tensor_parallel x data_parallel = {tensor} x {data} does not divide the {cluster.gpus} devices of "
+            f"{cluster.nodes} nodes x {cluster.gpus_per_node}"
+        )
+    if cluster.gpus_per_node % tensor and tensor % cluster.gpus_per_node:
+        return (
+            f"tensor_parallel={tensor} neither divides the {cluster.gpus_per_node} devices of a node nor is a multiple "
+            "of it"
+        )
+    if model.heads % tensor:
+        fitting = ", ".join(str(n) for n in range(1, model.heads + 1) if model.heads % n == 0)
+        return f"tensor_parallel={tensor} does not divide the {model.heads} heads: use {fitting}"
+    return ""

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from usp.planner.memory import estimate
-from usp.planner.problem import Problem
+from usp.planner.problem import MOST_DEVICES, Problem, refusal
+from usp.planner.spec import ClusterSpec
 
 if TYPE_CHECKING:
     from usp.planner.plan import Choice
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
 GIB = 2**30
 TIE = 1.03
 """Times within this factor of each other are called a tie: the constants of a machine are not known better."""
-MOST_NODES = 2**12
 
 
 def explain(problem: Problem, choice: "Choice", ranked: "Sequence[Choice]") -> dict[str, Any]:
@@ -40,18 +40,20 @@ def remedies(problem: Problem) -> Iterator[str]:
     workload, cluster = problem.workload, problem.cluster
     training = {"loss_chunks": 16, "checkpointing": "full", "zero_stage": 3} if workload.mode == "train" else {}
     cheap = {k: v for k, v in {**training, "batch": 1}.items() if getattr(workload, k) != v}
-    for field, value in cheap.items():
-        if _fits(_changed(problem, **{field: value})):
-            yield f"{field}={value}"
+    enough = {field: value for field, value in cheap.items() if _fits(_changed(problem, **{field: value}))}
+    yield from (f"{field}={value}" for field, value in enough.items())
     lean = _changed(problem, **cheap)
     words = "".join(f"{field}={value}, " for field, value in cheap.items())
-    if len(cheap) > 1 and _fits(lean):
+    if not enough and cheap and _fits(lean):
         yield words.removesuffix(", ")
-    for degree in (2**i for i in range(1, 13)):
-        if workload.tensor_parallel < degree <= cluster.gpus_per_node and _fits(_changed(lean, tensor_parallel=degree)):
+    if _fits(lean):
+        return
+    for degree in range(workload.tensor_parallel + 1, cluster.gpus_per_node + 1):
+        legal = not refusal(problem.model, cluster, degree, workload.data_parallel)
+        if legal and _fits(_changed(lean, tensor_parallel=degree)):
             yield f"{words}tensor_parallel={degree}"
             break
-    for nodes in _doubled(cluster.nodes):
+    for nodes in _doubled(cluster):
         if _fits(_grown(lean, nodes)):
             yield f"{words}{nodes} nodes ({nodes * cluster.gpus_per_node} devices)"
             break
@@ -61,8 +63,9 @@ def remedies(problem: Problem) -> Iterator[str]:
             break
 
 
-def _doubled(nodes: int) -> Iterator[int]:
-    while (nodes := 2 * nodes) <= MOST_NODES:
+def _doubled(cluster: ClusterSpec) -> Iterator[int]:
+    nodes = cluster.nodes
+    while (nodes := 2 * nodes) * cluster.gpus_per_node <= MOST_DEVICES:
         yield nodes
 
 

@@ -192,6 +192,7 @@ class DeviceSpec(Spec):
         peak_tflops: dense half-precision peak, 10^12 FLOP/s.
         memory_gb_per_s: bandwidth of its memory, 10^9 bytes/s.
         attention: speed of the attention kernel by block length, ascending; between them it is interpolated.
+        head_dim: size of the heads that this was measured with.
         launch_us: time to launch one kernel call, microseconds: what a short tile costs at least.
         merge_bytes: bytes of memory traffic for each element of a block's output that is merged into the total.
     """
@@ -201,6 +202,7 @@ class DeviceSpec(Spec):
     peak_tflops: Rate
     memory_gb_per_s: Rate
     attention: tuple[KernelSpeed, ...]
+    head_dim: Annotated[int, Field(ge=1, le=2**16)] = 128
     launch_us: Delay = 30.0
     merge_bytes: Delay = 32.0
 

@@ -3,13 +3,14 @@
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
+from math import isqrt
 
 from usp.mask import Tile, pairs
 from usp.positions import split
 from usp.schedule import Schedule
 
-FEWEST_RANKS = 16
-"""A sample holds at least that many ranks, or all there are."""
+ENOUGH_RANKS = 16
+"""A sample holds about as many ranks as hops, up to that many ranks; more if there is room for all hops."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def survey(schedule: Schedule, budget: int) -> Survey:
     """
     ring = schedule.ring_degree
     fits = budget // _pieces(schedule)
-    ranks = _spread(ring, max(FEWEST_RANKS, fits // ring))
+    ranks = _spread(ring, max(2, min(ENOUGH_RANKS, isqrt(fits)), fits // ring))
     hops = _stand_for(schedule.hops + 1, max(1, fits // len(ranks)))
     held = [schedule.positions(rank) for rank in range(ring)]
     work = tuple(tuple(pairs(held[rank], held[rank - hop], schedule.mask) for rank in ranks) for hop, _ in hops)
