@@ -130,8 +130,9 @@ def _notes(problem: Problem, choice: "Choice") -> str:
     if shape.heads % degree:
         most, fewest = -(-shape.heads // degree), shape.heads // degree
         notes += f"; {shape.heads} heads on U={degree}: some ranks compute {most}, others {fewest}"
-    if degree > shape.kv_heads:
-        notes += f"; {shape.kv_heads} kv heads go to {degree} ranks: each is sent {-(-degree // shape.kv_heads)} times"
+    [(_, layer), *_] = problem.layers(degree, choice.ring_degree, choice.layout, choice.transport)
+    if (copies := layer.kv_copies) > 1:
+        notes += f"; {shape.kv_heads} kv heads on U={degree}: one goes to up to {copies} ranks"
     return notes
 
 

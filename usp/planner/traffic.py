@@ -5,6 +5,7 @@ on, and in the backward pass the gradients of both in float32 (USP, Fang and Zha
 may differ, with kv heads that go to several ranks, and without the hops that the mask makes needless).
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -82,6 +83,13 @@ class Layer:
     def busiest_ulysses_rank(self) -> int:
         """The Ulysses rank with most query heads, and of those with most kv heads."""
         return max(range(self.ulysses_degree), key=lambda rank: (self.q_heads(rank), self.kv_heads(rank)))
+
+    @property
+    def kv_copies(self) -> int:
+        """The most Ulysses ranks that one kv head goes to."""
+        shape, ranks = self.shape, range(self.ulysses_degree)
+        held = Counter(kv for rank in ranks for kv in share(shape.heads, shape.kv_heads, self.ulysses_degree, rank))
+        return max(held.values())
 
     def token_elements(self, ulysses_rank: int) -> int:
         """Elements of the keys and values of a token, of all sequences, as a Ulysses rank holds them."""
