@@ -79,6 +79,8 @@ class Exact(Meter):
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return slowest.item()
 
+    once = clock
+
 
 def count(rank):
     speed = attention_speed(TINY, Exact(), 256)
