@@ -71,12 +71,21 @@ def _tiles(schedule: Schedule, rank: int, owner: int) -> tuple[Tile, ...]:
 @lru_cache(maxsize=1024)
 def _hops(schedule: Schedule) -> int:
     mask, held = schedule.mask, [schedule.positions(rank) for rank in range(schedule.ring_degree)]
-    # Most pairs of ranks are told apart by where their positions begin and end.
-    extents = [extent(runs) for runs in held]
-    reaches = [reach(runs, mask) for runs in held]
+    # Most pairs of ranks are told apart by where their positions begin and end; and without documents, pairs of equal
+    # shape and distance are one question. Only so is a ring of 1,024 ranks no matter of minutes.
+    extents, reaches = [extent(runs) for runs in held], [reach(runs, mask) for runs in held]
+    shapes: dict[tuple, int] = {}
+    shape = [
+        shapes.setdefault(tuple((run.start - first, len(run), run.step) for run in runs), len(shapes))
+        for runs, (first, _) in zip(held, extents, strict=True)
+    ]
     ring = range(schedule.ring_degree)[::-1]
     for hop in ring:
-        near = (r for r in ring if extents[r - hop][0] < reaches[r][1] and extents[r - hop][1] > reaches[r][0])
-        if any(pairs(held[rank], held[rank - hop], mask) for rank in near):
+        questions = {
+            (shape[r], shape[r - hop], extents[r - hop][0] - extents[r][0], r if mask.boundaries else 0): r
+            for r in ring
+            if extents[r - hop][0] < reaches[r][1] and extents[r - hop][1] > reaches[r][0]
+        }
+        if any(pairs(held[rank], held[rank - hop], mask) for rank in questions.values()):
             return hop
     return 0

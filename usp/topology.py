@@ -121,7 +121,8 @@ class Topology:
         """Takes the axes from a DeviceMesh, whose groups are used as they are.
 
         Args:
-            mesh: any mesh, of any number of dimensions; the other ones count as data parallel.
+            mesh: any mesh, of any number of dimensions; the other ones count as data parallel. Leave a tensor-parallel
+                axis out (`mesh["dp", "ring", "ulysses"]`): its ranks share their samples.
             ulysses: name of the Ulysses axis, or None for degree 1.
             ring: name of the ring axis, or None for degree 1.
             check: when ranks compare the arguments of a call: "first" time, "always", or "off".

@@ -48,7 +48,11 @@ class ModelOptions:
         """
         given = {name: value for name, value in vars(self).items() if name != "model" and value is not None}
         if self.model is not None:
-            return ModelSpec.read({**models.find(self.model).model_dump(), **given})
+            named = models.find(self.model)
+            if given:  # the number of parameters, and of windowed layers, was of another shape
+                windowed = round(named.windowed_layers * (self.layers or named.layers) / named.layers)
+                given = {"parameters": None, "windowed_layers": windowed, **given}
+            return ModelSpec.read({**named.model_dump(), **given})
         if self.heads is None:
             raise InputError("give --model, or --heads and what else differs from the defaults")
         hidden = given.get("hidden", self.heads * given.get("head_dim", 128))

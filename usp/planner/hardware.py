@@ -151,8 +151,8 @@ def cluster(
             "nodes": gpus // gpus_per_node,
             "gpus_per_node": gpus_per_node,
             "device": device.model_dump(),
-            "intra": find(LINKS, "link", intra or usual_intra).model_dump(),
-            "inter": find(LINKS, "link", inter or usual_inter).model_dump(),
+            "intra": find(LINKS, "link", usual_intra if intra is None else intra).model_dump(),
+            "inter": find(LINKS, "link", usual_inter if inter is None else inter).model_dump(),
         }
     )
 

@@ -125,7 +125,7 @@ def plan(
         raise InputError("give either workload or seq_len")
     model = models.find(model) if isinstance(model, str) else model
     problem = Problem(model, cluster, workload or Workload.read({"seq_len": seq_len, "is_causal": model.vocab > 0}))
-    rejected = {degrees: why for degrees in problem.degrees if (why := problem.objection(degrees[0]))}
+    rejected = {degrees: why for degrees in problem.degrees if (why := problem.objection(*degrees))}
     choices = [c for degrees in problem.degrees if degrees not in rejected for c in _choices(problem, *degrees)]
     choices.sort(key=lambda c: (not c.fits, c.seconds, TRANSPORTS.index(c.transport), -c.ulysses_degree))
     return Plan(

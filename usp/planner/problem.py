@@ -15,6 +15,7 @@ from usp.schedule import Schedule
 
 MOST_DEVICES = 2**14
 """Devices of the largest cluster that is planned for: every one is placed."""
+LONGEST_RING = 2**10
 Pass = Literal["forward", "exchange", "backward"]
 """What is done with a layer: the forward or the backward pass, or only the exchange of q, k and v once more."""
 
@@ -46,13 +47,17 @@ class Problem:
         """The tensors of one tensor-parallel rank."""
         return Shape.of(self.model, self.workload)
 
-    def objection(self, ulysses_degree: int) -> str:
-        """Why a Ulysses degree is not legal, or nothing."""
-        heads, tensor = self.shape.heads, self.workload.tensor_parallel
-        if ulysses_degree <= heads:
-            return ""
-        each = f" each of {tensor} tensor-parallel ranks has" if tensor > 1 else ""
-        return f"U={ulysses_degree} is more than the {heads} query heads{each}: some ranks would have none"
+    def objection(self, ulysses_degree: int, ring_degree: int) -> str:
+        """Why a pair of degrees is not legal, or nothing."""
+        heads, tensor, tokens = self.shape.heads, self.workload.tensor_parallel, self.workload.seq_len
+        if ulysses_degree > heads:
+            each = f" each of {tensor} tensor-parallel ranks has" if tensor > 1 else ""
+            return f"U={ulysses_degree} is more than the {heads} query heads{each}: some ranks would have none"
+        if ulysses_degree * ring_degree > tokens:
+            return f"{ulysses_degree * ring_degree} ranks are more than the {tokens} tokens"
+        if ring_degree > LONGEST_RING:
+            return f"R={ring_degree} is more than the {LONGEST_RING:,} ring ranks that are planned for"
+        return ""
 
     def layers(self, ulysses_degree: int, ring_degree: int, layout: str, transport: str) -> list[tuple[int, Layer]]:
         """The model's attention layers, and how many there are of each kind."""

@@ -38,8 +38,8 @@ def explain(problem: Problem, choice: "Choice", ranked: "Sequence[Choice]") -> d
 def remedies(problem: Problem) -> Iterator[str]:
     """Changes that would make it fit, the cheapest first: of the training, then of the cluster or the sequence."""
     workload, cluster = problem.workload, problem.cluster
-    training = {"loss_chunks": 16, "checkpointing": "full", "zero_stage": 3} if workload.mode == "train" else {}
-    cheap = {k: v for k, v in {**training, "batch": 1}.items() if getattr(workload, k) != v}
+    training = {"loss_chunks": 16, "checkpointing": "full"} if workload.mode == "train" else {}
+    cheap = {k: v for k, v in {**training, "zero_stage": 3, "batch": 1}.items() if getattr(workload, k) != v}
     enough = {field: value for field, value in cheap.items() if _fits(_changed(problem, **{field: value}))}
     yield from (f"{field}={value}" for field, value in enough.items())
     lean = _changed(problem, **cheap)
@@ -81,7 +81,7 @@ def _grown(problem: Problem, nodes: int) -> Problem:
 
 def _fits(problem: Problem) -> bool:
     """Whether some legal degrees fit."""
-    legal = [degrees for degrees in problem.degrees if not problem.objection(degrees[0])]
+    legal = [degrees for degrees in problem.degrees if not problem.objection(*degrees)]
     needed = (estimate(problem.model, problem.workload, *degrees).total_bytes for degrees in legal)
     return any(size <= problem.cluster.device.memory_bytes for size in needed)
 
