@@ -27,7 +27,7 @@ def explain(problem: Problem, choice: "Choice", ranked: "Sequence[Choice]") -> d
     if not choice.fits:
         largest = sorted(choice.memory.items(), key=lambda row: -row[1])[:2]
         most = " and ".join(f"{size / GIB:.0f} of {name}" for name, size in largest)
-        why = f"needs {choice.memory_bytes / GIB:.0f} GiB of {problem.cluster.device.memory_gib:.0f}: {most}"
+        why = f"needs {choice.memory_bytes / GIB:.1f} GiB of {problem.cluster.device.memory_gib:g}: {most}"
     elif choice is best:
         why = "the fastest that fits" + _lead(best, ranked)
     else:
