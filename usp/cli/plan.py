@@ -160,6 +160,9 @@ def _show(made: Plan, output: OutputOptions) -> None:
     if best is not None:
         show.print(f"\n{code(best)}")
         return
+    if not made.choices:
+        show.print("\nno pair of degrees is legal")
+        return
     show.print("\nnothing fits into memory; what would make it fit, the cheapest first:")
     for remedy in made.remedies or ("nothing that was tried: try a smaller model, or devices of more memory",):
         show.print(f"  {remedy}")

@@ -134,7 +134,7 @@ def plan(
         workload=problem.workload,
         choices=tuple(c.model_copy(update=reasons.explain(problem, c, choices)) for c in choices),
         rejected=tuple(Rejected(ulysses_degree=u, ring_degree=r, why=why) for (u, r), why in rejected.items()),
-        remedies=() if any(choice.fits for choice in choices) else tuple(reasons.remedies(problem)),
+        remedies=() if not choices or any(c.fits for c in choices) else tuple(reasons.remedies(problem)),
     )
 
 
