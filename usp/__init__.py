@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from usp.attention import USPAttention, attention
+    from usp.batch import check_batch, shard_batch
     from usp.errors import AgreementError, InputError, KernelError, TopologyError, TransportError, USPError
+    from usp.loss import check_replicas, count_targets, cross_entropy, linear_cross_entropy
     from usp.mask import Band, Mask
     from usp.planner.plan import Plan, plan
     from usp.planner.spec import ClusterSpec, ModelSpec, Workload
@@ -38,9 +40,15 @@ __all__ = [
     "USPError",
     "Workload",
     "attention",
+    "check_batch",
+    "check_replicas",
+    "count_targets",
+    "cross_entropy",
+    "linear_cross_entropy",
     "plan",
     "positions",
     "shard",
+    "shard_batch",
     "unshard",
 ]
 
@@ -61,9 +69,15 @@ _HOME = {
     "USPError": "errors",
     "Workload": "planner.spec",
     "attention": "attention",
+    "check_batch": "batch",
+    "check_replicas": "loss",
+    "count_targets": "loss",
+    "cross_entropy": "loss",
+    "linear_cross_entropy": "loss",
     "plan": "planner.plan",
     "positions": "shard",
     "shard": "shard",
+    "shard_batch": "batch",
     "unshard": "shard",
 }
 

@@ -110,20 +110,6 @@ def check_batch(batch: Mapping[str, Any], topology: Topology) -> None:
     topology.confirm(facts)
 
 
-def data_rank(topology: Topology) -> int:
-    """Which samples this rank takes: `rank` of a DistributedSampler. The same for all ranks that share a sequence.
-
-    Every axis of a mesh but ring and ulysses counts as data. Where tensor parallelism is one of the others, build the
-    topology from a mesh without it, `Topology.from_mesh(mesh["data", "ring", "ulysses"])`.
-    """
-    return topology.data_rank
-
-
-def data_size(topology: Topology) -> int:
-    """How many different samples there are: `num_replicas` of a DistributedSampler. See `data_rank`."""
-    return topology.data_degree
-
-
 def _tokens(batch: Mapping[str, Any]) -> Tensor:
     return next(batch[name] for name in _TOKENS if name in batch)
 

@@ -167,12 +167,12 @@ class Topology:
 
     @property
     def data_rank(self) -> int:
-        """Which grid this rank is in: ranks of one grid hold shards of the same samples."""
+        """Which grid this rank is in: ranks of one grid hold shards of the same samples. `rank` of a sampler."""
         return next(i for i, grid in enumerate(self.grids) if any(self.rank in row for row in grid))
 
     @property
     def data_degree(self) -> int:
-        """Number of grids."""
+        """Number of grids: how many different samples there are at a time. `num_replicas` of a sampler."""
         return len(self.grids)
 
     @property

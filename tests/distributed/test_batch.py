@@ -5,7 +5,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, DistributedSampler
 
 import usp
-from usp.batch import check_batch, data_rank, data_size, shard_batch
+from usp.batch import check_batch, shard_batch
 from usp.errors import AgreementError
 
 
@@ -14,7 +14,7 @@ def take(rank, shape, by_rank=False):
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor", "ring"))
     topology = usp.Topology.from_mesh(mesh["data", "ring"], ulysses=None, check="always")
     samples = [torch.full((6,), i) for i in range(8)]
-    number, size = (rank, 4) if by_rank else (data_rank(topology), data_size(topology))
+    number, size = (rank, 4) if by_rank else (topology.data_rank, topology.data_degree)
     sampler = DistributedSampler(samples, size, number, shuffle=True, seed=3)  # pyright: ignore[reportArgumentType]
     taken = []
     for ids in DataLoader(samples, batch_size=1, sampler=sampler):  # pyright: ignore[reportArgumentType]

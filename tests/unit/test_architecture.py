@@ -271,8 +271,9 @@ def test_arithmetic_needs_no_torch():
 def test_the_public_names():
     assert usp.__all__ == [
         "AgreementError", "Band", "ClusterSpec", "InputError", "KernelError", "Mask", "ModelSpec", "Plan", "Schedule",
-        "Topology", "TopologyError", "TransportError", "USPAttention", "USPError", "Workload", "attention", "plan",
-        "positions", "shard", "unshard",
+        "Topology", "TopologyError", "TransportError", "USPAttention", "USPError", "Workload", "attention",
+        "check_batch", "check_replicas", "count_targets", "cross_entropy", "linear_cross_entropy", "plan", "positions",
+        "shard", "shard_batch", "unshard",
     ]  # fmt: skip
     for name in usp.__all__:
         assert getattr(usp, name).__name__ == name

@@ -13,7 +13,7 @@ import usp
 from tests.dense import relative_error
 from tests.unit.strategies import boundaries, examples, layout_names
 from usp.agreement import Options
-from usp.batch import check_batch, data_rank, data_size, shard_batch
+from usp.batch import check_batch, shard_batch
 from usp.data.collator import LongContextCollator
 from usp.errors import AgreementError, InputError
 from usp.placement import place
@@ -231,8 +231,8 @@ def test_the_batch_is_left_as_it_is():
 def test_the_sampler_deals_by_grid():
     """8 ranks in grids of 4: the first four take the same samples, the others the others."""
     ranks = grid(2, 2, data=2)
-    assert [data_rank(t) for t in ranks] == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert {data_size(t) for t in ranks} == {2}
+    assert [t.data_rank for t in ranks] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert {t.data_degree for t in ranks} == {2}
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
