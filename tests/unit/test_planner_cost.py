@@ -483,11 +483,11 @@ def test_degrees_use_all_devices():
 
 def test_no_rank_is_without_a_head():
     """Four tensor-parallel ranks of 40 heads have 10 each, two of 28 heads 14."""
-    assert [problem("qwen2.5-14b", tensor_parallel=4).objection(n) for n in (1, 8, 10)] == ["", "", ""]
-    assert problem("qwen2.5-14b", tensor_parallel=4).objection(11) == (
+    assert [problem("qwen2.5-14b", tensor_parallel=4).objection(n, 1) for n in (1, 8, 10)] == ["", "", ""]
+    assert problem("qwen2.5-14b", tensor_parallel=4).objection(11, 1) == (
         "U=11 is more than the 10 query heads each of 4 tensor-parallel ranks has: some ranks would have none"
     )
-    assert problem("qwen2.5-7b").objection(32) == "U=32 is more than the 28 query heads: some ranks would have none"
+    assert problem("qwen2.5-7b").objection(32, 1) == "U=32 is more than the 28 query heads: some ranks would have none"
 
 
 def test_windowed_layers_are_layers_of_their_own():
