@@ -9,7 +9,8 @@ B batch, S_local this rank's tokens, H query heads, G kv heads, D head_dim of q 
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict, Unpack
+from operator import index
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,8 @@ from usp import kernels, layouts, transports
 from usp.all_to_all import Deal, all_to_all
 from usp.errors import InputError, TopologyError, USPError
 from usp.heads import groups
-from usp.kernels.base import Call, Kernel
-from usp.mask import CAUSAL, Mask
+from usp.kernels.base import Call
+from usp.mask import CAUSAL, FULL, Band, Mask
 from usp.positions import split
 from usp.ring import Recipe, ring_attention
 from usp.schedule import Schedule
@@ -53,7 +54,7 @@ class _Config:
 
     topology: Topology
     layout: str
-    candidates: dict[str, Kernel]
+    candidates: tuple[str, ...]
     transport: str
     scale: float | None
 
@@ -66,9 +67,15 @@ class _Config:
         transport: str = "auto",
         scale: float | None = None,
     ) -> "_Config":
-        layouts.load(layout)
-        name = transports.select(transport, topology.ring.group)
-        return cls(topology, layout, kernels.candidates(kernel), name, None if scale is None else float(scale))
+        found = _look_up(topology, layout, kernel, transport)
+        return cls(topology, layout, *found, None if scale is None else float(scale))
+
+
+@torch.compiler.assume_constant_result
+def _look_up(topology: Topology, layout: str, kernel: str, transport: str) -> tuple[tuple[str, ...], str]:
+    """The names of the kernels to choose from and of the transport. Raises InputError for a name without a file."""
+    layouts.load(layout)
+    return tuple(kernels.candidates(kernel)), transports.select(transport, topology.ring.group)
 
 
 class USPAttention(nn.Module):
@@ -182,16 +189,14 @@ def _attend(
     try:
         _check_tensors(*qkv, ulysses.degree, topology.sequence_degree)
         _check_options(qkv, which)
-        local = qkv[0].shape[1]
-        if seq_len is None:
-            seq_len, lengths = local * topology.sequence_degree, (local,) * ulysses.degree
-            if not torch.compiler.is_compiling():  # where it may be symbolic
-                check_length(local, seq_len, topology, config.layout, "query")
+        local, compiling = qkv[0].shape[1], torch.compiler.is_compiling()
+        equal = local * topology.sequence_degree
+        if compiling and (seq_len is None or seq_len == equal):  # both may be symbolic: one program for all lengths
+            seq_len, lengths = equal, (local,) * ulysses.degree
         else:
-            check_length(local, seq_len, topology, config.layout, "query")
-            whole = Schedule(Mask(), config.layout, seq_len, ring.degree).length(ring.rank)
-            lengths = tuple(len(run) for run in split(whole, ulysses.degree))
-        mask = _mask(which)
+            seq_len = index(equal if seq_len is None else seq_len)
+            lengths = _lengths(topology, config.layout, seq_len, index(local))
+        mask, boundaries = _mask(which)
         mask.check(seq_len)
         recipe = _recipe(qkv, config, mask)
     except USPError as error:
@@ -202,7 +207,7 @@ def _attend(
 
     heads, kv_heads = _heads(qkv)
     query, key, value = all_to_all(qkv, Deal(heads, (heads, kv_heads, kv_heads), lengths), True, ulysses.group)
-    out, lse = ring_attention(query, key, value, recipe, seq_len, ring.group)
+    out, lse = ring_attention(query, key, value, recipe, seq_len, ring.group, boundaries)
     back = Deal(heads, (heads,), lengths)
     (out,) = all_to_all([out], back, False, ulysses.group)
     if not return_lse:
@@ -211,24 +216,37 @@ def _attend(
     return out, lse.squeeze(-1)
 
 
+@torch.compiler.assume_constant_result  # arithmetic on plain values: nothing in it is for the graph
+def _lengths(topology: Topology, layout: str, seq_len: int, local: int) -> tuple[int, ...]:
+    """Tokens of the shards of this rank's Ulysses group. Raises InputError if its own does not have `local`."""
+    check_length(local, seq_len, topology, layout, "query")
+    whole = Schedule(Mask(), layout, seq_len, topology.ring.degree).length(topology.ring.rank)
+    return tuple(len(run) for run in split(whole, topology.ulysses.degree))
+
+
 def _recipe(qkv: tuple[Tensor, Tensor, Tensor], config: _Config, mask: Mask) -> Recipe:
     query, _, value = qkv
     ulysses, ring = config.topology.ulysses, config.topology.ring
-    call = Call(query.device.type, query.dtype, query.shape[-1], value.shape[-1])
+    head_dim, v_head_dim = index(query.shape[-1]), index(value.shape[-1])
     return Recipe(
         mask=str(mask),
         layout=config.layout,
         ring_degree=ring.degree,
         transport=config.transport,
-        kernel=kernels.select(config.candidates, call),
+        kernel=_select(config.candidates, query.device.type, query.dtype, head_dim, v_head_dim),
         groups=groups(*_heads(qkv), ulysses.degree, ulysses.rank),
-        scale=call.head_dim**-0.5 if config.scale is None else config.scale,
+        scale=head_dim**-0.5 if config.scale is None else float.fromhex(config.scale.hex()),
     )
 
 
+@torch.compiler.assume_constant_result
+def _select(candidates: tuple[str, ...], *call: Any) -> str:
+    return kernels.select({name: kernels.load(name) for name in candidates}, Call(*call))
+
+
 def _heads(qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[int, int]:
-    """Numbers of query and kv heads."""
-    return qkv[0].shape[2], qkv[1].shape[2]
+    """Numbers of query and kv heads: plain ints, also where torch.compile(dynamic=True) would have them symbolic."""
+    return index(qkv[0].shape[2]), index(qkv[1].shape[2])
 
 
 def _facts(qkv: tuple[Tensor, Tensor, Tensor], recipe: Recipe, seq_len: int, ulysses_degree: int) -> dict:
@@ -301,7 +319,8 @@ def _check_options(qkv: tuple[Tensor, Tensor, Tensor], which: MaskOptions) -> No
         raise InputError(f"enable_gqa is False, and query has {heads} heads where key/value have {kv_heads}")
 
 
-def _mask(which: MaskOptions) -> Mask:
+def _mask(which: MaskOptions) -> tuple[Mask, Tensor | None]:
+    """The mask; and cu_seqlens apart from it where it is a tensor whose values are not known while compiling."""
     mask, window, cu_seqlens = which.get("mask"), which.get("window_size"), which.get("cu_seqlens")
     if mask is not None:
         also = [
@@ -315,13 +334,29 @@ def _mask(which: MaskOptions) -> Mask:
             raise InputError(
                 f"mask must be a usp.Mask, got {type(mask).__name__}: a dense mask cannot be sharded exactly"
             )
-        return mask
-    mask = Mask.causal() if which.get("is_causal") else Mask.full()
+        if torch.compiler.is_compiling():  # with dynamic=True its numbers may be symbolic
+            bands = tuple(Band(_plain(band.lo), _plain(band.hi)) for band in mask.bands)
+            mask = Mask(bands, tuple(map(index, mask.boundaries)))
+        return mask, None
+    mask = Mask((CAUSAL if which.get("is_causal") else FULL,))
     if window is not None:
-        mask &= Mask.window(*window)
+        mask &= Mask.window(*map(_plain, window))
+    if isinstance(cu_seqlens, Tensor):
+        if torch.compiler.is_compiling():
+            return mask, cu_seqlens
+        cu_seqlens = cu_seqlens.tolist()
     if cu_seqlens is not None:
-        mask &= Mask.cu_seqlens(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)
-    return mask
+        mask &= _documents(tuple(map(index, cu_seqlens)))
+    return mask, None
+
+
+@torch.compiler.assume_constant_result
+def _documents(boundaries: tuple[int, ...]) -> Mask:
+    return Mask.cu_seqlens(boundaries)
+
+
+def _plain(bound: int | None) -> int | None:
+    return None if bound is None else index(bound)
 
 
 def _recommend_balance(config: _Config, mask: Mask) -> None:

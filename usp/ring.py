@@ -7,7 +7,7 @@ of layouts or masks: it reads tiles from the schedule.
 B batch, S this rank's sequence, H query heads, G kv heads, D head_dim of q and k, E head_dim of v.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -144,63 +144,76 @@ class Recipe:
         sizes = tuple(map(int, groups.split(",")))
         return cls(mask, layout, int(ring_degree), transport, kernel, sizes, float(scale))
 
-    def ring(self, seq_len: int, group: Group) -> Ring:
-        """The ring for a sequence of `seq_len` tokens over a group."""
-        schedule = Schedule(Mask.parse(self.mask), self.layout, seq_len, self.ring_degree)
+    def ring(self, seq_len: int, group: Group, cu_seqlens: Tensor | None = None) -> Ring:
+        """The ring for a sequence of `seq_len` tokens over a group, of documents between `cu_seqlens` if given."""
+        mask = Mask.parse(self.mask)
+        if cu_seqlens is not None:
+            mask &= Mask.cu_seqlens(cu_seqlens.tolist())
+        schedule = Schedule(mask, self.layout, seq_len, self.ring_degree)
         transport = transports.load(self.transport, group)
         return Ring(schedule, transport, kernels.load(self.kernel), self.groups, self.scale)
 
 
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, seq_len: int, group: Group
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    recipe: Recipe,
+    seq_len: int,
+    group: Group,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`Ring.forward` with gradients, over a torch process group, a local one, or (None) one rank alone.
+
+    Documents are in the recipe's mask, or in `cu_seqlens`: a compiled program reads that anew in every run.
 
     Returns:
         Output and lse, both differentiable.
     """
     if group is None or isinstance(group, torch.distributed.ProcessGroup):
         name = "" if group is None else group.group_name
-        return torch.ops.usp.attention(query, key, value, str(recipe), name, seq_len)
-    return _Attention.apply(recipe.ring(seq_len, group), query, key, value)  # pyright: ignore[reportReturnType]
+        return torch.ops.usp.attention(query, key, value, str(recipe), name, seq_len, cu_seqlens)
+    return _Attention.apply(recipe.ring(seq_len, group, cu_seqlens), query, key, value)  # pyright: ignore[reportReturnType]
 
 
 @torch.library.custom_op("usp::attention", mutates_args=())
-def attention_op(q: Tensor, k: Tensor, v: Tensor, recipe: str, group: str, seq_len: int) -> tuple[Tensor, Tensor]:
+def attention_op(
+    q: Tensor, k: Tensor, v: Tensor, recipe: str, group: str, seq_len: int, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The forward op: its handle `torch.ops.usp.attention.default` is what selective checkpointing can save."""
-    return Recipe.parse(recipe).ring(seq_len, resolve(group)).forward(q, k, v)
+    return Recipe.parse(recipe).ring(seq_len, resolve(group), cu_seqlens).forward(q, k, v)
 
 
 @attention_op.register_fake
-def _(q, k, v, recipe, group, seq_len):
+def _(q, k, v, recipe, group, seq_len, cu_seqlens=None):
     lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
     return q.new_empty(*q.shape[:-1], v.shape[-1]), lse
 
 
 @torch.library.custom_op("usp::attention_backward", mutates_args=())
 def attention_backward_op(
-    tensors: list[Tensor], recipe: str, group: str, seq_len: int
+    tensors: list[Tensor], recipe: str, group: str, seq_len: int, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward op; `tensors` are dout, q, k, v, out, lse."""
     dout, q, k, v, out, lse = tensors
-    return Recipe.parse(recipe).ring(seq_len, resolve(group)).backward(dout, q, k, v, out, lse)
+    return Recipe.parse(recipe).ring(seq_len, resolve(group), cu_seqlens).backward(dout, q, k, v, out, lse)
 
 
 @attention_backward_op.register_fake
-def _(tensors, recipe, group, seq_len):
+def _(tensors, recipe, group, seq_len, cu_seqlens=None):
     return tuple(t.new_empty(t.shape) for t in tensors[1:4])
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    q, k, v, *ctx.plain = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    q, k, v, *ctx.plain, cu_seqlens = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dout, dlse):
-    saved = ctx.saved_tensors  # once: checkpointing may unpack a tensor only once
-    dq, dk, dv = attention_backward_op(_with_gradient(saved, dout, dlse), *ctx.plain)
-    return dq, dk, dv[..., : saved[2].shape[-1]], None, None, None
+    *saved, cu_seqlens = ctx.saved_tensors  # once: checkpointing may unpack a tensor only once
+    dq, dk, dv = attention_backward_op(_with_gradient(saved, dout, dlse), *ctx.plain, cu_seqlens)
+    return dq, dk, dv[..., : saved[2].shape[-1]], None, None, None, None
 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)
@@ -224,7 +237,7 @@ class _Attention(torch.autograd.Function):
         return None, dq, dk, dv[..., : saved[2].shape[-1]]
 
 
-def _with_gradient(saved: tuple[Tensor, ...], dout: Tensor | None, dlse: Tensor | None) -> list[Tensor]:
+def _with_gradient(saved: Sequence[Tensor], dout: Tensor | None, dlse: Tensor | None) -> list[Tensor]:
     """dout, q, k, v, out and lse for a backward pass.
 
     A gradient of lse adds p * dlse to that of the scores, where kernels compute p * (dout v - dout out). A column of 1
