@@ -1,14 +1,18 @@
 """torch.compile and activation checkpointing of a whole model. The recipes of docs/compile.md are run as they stand."""
 
 import contextlib
+import importlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
@@ -17,6 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor import config as inductor_config
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
 
 import usp
 from tests.cases import Case, failures
@@ -38,51 +45,52 @@ needs_compiler = pytest.mark.skipif(
 # ---- a sharded model beside one process ------------------------------------------------------------------------------
 
 
-def make_sharded(topology: Topology, layers: int = LAYERS) -> nn.Module:
-    attn = usp.USPAttention(topology=topology, layout="zigzag")
+def make_sharded(topology: Topology, layers: int = LAYERS, layout: str = "zigzag") -> nn.Module:
+    attn = usp.USPAttention(topology=topology, layout=layout)
     model = make_model(lambda q, k, v: attn(q, k, v, is_causal=True))
     model.blocks = model.blocks[:layers]
     return model
 
 
-def inputs(seq_len: int) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(seq_len: int) -> list[Tensor]:
     """Tokens, positions and the gradient of the logits: whole, the same on every rank."""
     make = torch.Generator().manual_seed(seq_len)
     tokens = torch.randint(VOCABULARY, (2, seq_len), generator=make)
-    dlogits = torch.randn(2, seq_len, VOCABULARY, generator=make, dtype=torch.float64)
-    return tokens, torch.arange(seq_len), dlogits
+    return [tokens, torch.arange(seq_len), torch.randn(2, seq_len, VOCABULARY, generator=make, dtype=torch.float64)]
+
+
+def shards(topology: Topology, seq_len: int, layout: str = "zigzag") -> list[Tensor]:
+    return [usp.shard(t, topology, 0 if t.ndim == 1 else 1, layout) for t in inputs(seq_len)]
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def sharded_inputs(topology: Topology, seq_len: int, marked: bool = False) -> list[Tensor]:
-    cut = partial(usp.shard, topology=topology, layout="zigzag")
+def reference(seq_len: int, change: Callable[[nn.Module], None]) -> list[Tensor]:
+    """Logits and gradients of a model in one process, without usp."""
+    model = make_model(attend_whole)
+    change(model)
     tokens, positions, dlogits = inputs(seq_len)
-    local = [cut(tokens), cut(positions, dim=0), cut(dlogits)]
-    if marked:
-        torch._dynamo.mark_dynamic(local[0], 1)
-        torch._dynamo.mark_dynamic(local[1], 0)
-    return local
+    logits = model(tokens, positions)
+    logits.backward(dlogits)
+    return [logits.detach(), *gradients(model)]
 
 
-def largest_error(model: nn.Module, topology: Topology, seq_len: int, marked: bool = False) -> float:
-    """Relative error of the logits and of every parameter's gradient against one process without usp."""
-    whole = make_model(attend_whole)
-    whole.blocks = whole.blocks[: len(model.blocks)]
-    tokens, positions, dlogits = inputs(seq_len)
-    expected = whole(tokens, positions)
-    expected.backward(dlogits)
+def largest_error(model: nn.Module, topology: Topology, seq_len: int, local: list[Tensor] | None = None) -> float:
+    """Relative error of the logits and of every parameter's gradient against one process."""
 
-    tokens, positions, dlogits = sharded_inputs(topology, seq_len, marked)
+    def same_depth(whole: nn.Module) -> None:
+        whole.blocks = whole.blocks[: len(model.blocks)]
+
+    tokens, positions, dlogits = shards(topology, seq_len) if local is None else local
     model.zero_grad()
     logits = model(tokens, positions)
     logits.backward(dlogits)
     for gradient in gradients(model):
         dist.all_reduce(gradient)  # a shard's gradient is its tokens' share of the whole
     found = [usp.unshard(logits.detach(), topology, layout="zigzag", length=seq_len), *gradients(model)]
-    return max(relative_error(x, ref) for x, ref in zip(found, [expected.detach(), *gradients(whole)], strict=True))
+    return max(relative_error(x, ref) for x, ref in zip(found, reference(seq_len, same_depth), strict=True))
 
 
 @contextlib.contextmanager
@@ -90,19 +98,19 @@ def counting() -> Iterator[Counter]:
     """Counts how often the ring is walked and the Ulysses exchange made, in either direction."""
     counts = Counter()
 
-    def counted(name, function):
+    def counted(owner, attribute, name):
+        original = getattr(owner, attribute)
+
         def call(*args):
             counts[name] += 1
-            return function(*args)
+            return original(*args)
 
-        return call
-
-    import usp.all_to_all
+        return mock.patch.object(owner, attribute, call)
 
     with (
-        mock.patch.object(Ring, "forward", counted("forward", Ring.forward)),
-        mock.patch.object(Ring, "backward", counted("backward", Ring.backward)),
-        mock.patch.object(usp.all_to_all, "exchange", counted("exchanges", usp.all_to_all.exchange)),
+        counted(Ring, "forward", "forward"),
+        counted(Ring, "backward", "backward"),
+        counted(importlib.import_module("usp.all_to_all"), "exchange", "exchanges"),
     ):
         yield counts
 
@@ -110,39 +118,41 @@ def counting() -> Iterator[Counter]:
 # ---- compilation -----------------------------------------------------------------------------------------------------
 
 
-def compiled(rank, degrees, backend, mode, layers, cache):
-    """Largest error over several lengths, and how many programs were compiled."""
+def compiled(rank, degrees, backend, mode, cache):
+    """Largest error over several lengths, and at how many of them a program was compiled."""
     topology = Topology.build(*degrees)
-    model = make_sharded(topology, layers)
+    model = make_sharded(topology, layers=1)
     torch._dynamo.reset()
     programs = CompileCounterWithBackend(backend)
     model.compile(fullgraph=True, backend=programs, dynamic=mode == "dynamic=True" or None)
-    lengths = LENGTHS[:1] if mode == "static" else LENGTHS
-    with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=cache), torch._inductor.config.patch(compile_threads=1):
-        errors = [largest_error(model, topology, s, marked=mode == "marked") for s in lengths]
-    return max(errors), programs.frame_count
+    errors, counts = [], [0]
+    with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=cache), inductor_config.patch(compile_threads=1):
+        for seq_len in LENGTHS:
+            local = shards(topology, seq_len)
+            if mode == "marked":
+                torch._dynamo.mark_dynamic(local[0], 1)
+                torch._dynamo.mark_dynamic(local[1], 0)
+            errors.append(largest_error(model, topology, seq_len, local))
+            counts.append(programs.frame_count)
+    return max(errors), sum(a < b for a, b in pairwise(counts))
 
 
-@pytest.mark.parametrize(
-    ("mode", "degrees"), [("static", (2, 2)), ("marked", (2, 1)), ("dynamic=True", (1, 2)), ("automatic", (2, 1))]
-)
+@pytest.mark.parametrize(("mode", "degrees"), [("automatic", (1, 2)), ("dynamic=True", (2, 1))])
 def test_complaint_24_a_whole_model_is_one_graph(pool, mode, degrees, tmp_path):
-    """Marked or dynamic=True, one program serves all lengths; unmarked, the second length makes one for all others."""
-    ranks = degrees[0] * degrees[1]
-    for error, programs in pool(ranks).run(compiled, degrees, "aot_eager", mode, LAYERS, str(tmp_path), timeout=200):
+    """By itself the second length makes a program for all others; with dynamic=True the first one does."""
+    for error, programs in pool(2).run(compiled, degrees, "aot_eager", mode, str(tmp_path), timeout=200):
         assert error < 1e-12
         assert programs == (2 if mode == "automatic" else 1)
 
 
 @needs_compiler
-@pytest.mark.parametrize(("mode", "degrees"), [("static", (2, 1)), ("marked", (1, 2))])
-def test_inductor(pool, mode, degrees, tmp_path):
-    for error, programs in pool(2).run(compiled, degrees, "inductor", mode, 1, str(tmp_path), timeout=280):
+def test_inductor(pool, tmp_path):
+    """The first program is of static length, the second of any."""
+    for error, programs in pool(2).run(compiled, (1, 2), "inductor", "automatic", str(tmp_path), timeout=280):
         assert error < 1e-12
-        assert programs == 1
+        assert programs == 2
 
 
-ATTENTION = Case(1, 2, 0, layout="zigzag", heads=4, kv_heads=2, batch=2)
 OUTSIDE = Mask.causal() & Mask.window(7, 0)
 CALLS = {
     "full": lambda s: {},
@@ -277,36 +287,200 @@ def test_the_ops_are_there_once_attention_is_named():
 
 # ---- recipes ---------------------------------------------------------------------------------------------------------
 
-# Each recipe: how often a step of a model of two layers must walk the ring forward and backward, and exchange heads.
 PLAIN = Counter(forward=LAYERS, backward=LAYERS, exchanges=4 * LAYERS)
-AGAIN = Counter(forward=LAYERS, exchanges=2 * LAYERS)
-EXPECTED = {
-    "One graph": PLAIN,
-    "Sequences of changing length": PLAIN,
-    "Layer by layer": PLAIN,
-    "Full checkpointing": PLAIN + AGAIN,
-    "Selective checkpointing": PLAIN + Counter(exchanges=AGAIN["exchanges"]),
-    "Selective checkpointing in one graph": PLAIN,
-    "Comparing arguments between ranks": PLAIN,
+EXCHANGED_AGAIN = Counter(exchanges=2 * LAYERS)
+WALKED_AGAIN = EXCHANGED_AGAIN + Counter(forward=LAYERS)
+STEPS = {
+    "One graph": ((2, 2), PLAIN),
+    "Sequences of changing length": ((2, 1), PLAIN),
+    "Layer by layer": ((2, 1), PLAIN),
+    "Full checkpointing": ((2, 2), PLAIN + WALKED_AGAIN),
+    "Full checkpointing in one graph": ((2, 1), PLAIN + WALKED_AGAIN),
+    "Selective checkpointing": ((2, 2), PLAIN + EXCHANGED_AGAIN),
+    "Selective checkpointing, nothing sent again": ((2, 2), PLAIN),
+    "Selective checkpointing in one graph": ((2, 1), PLAIN + EXCHANGED_AGAIN),
 }
+"""By recipe: the degrees to try it with, and what a step does with it: walks of the ring, exchanges of heads."""
 
 
 def followed(rank, degrees, recipe):
-    """Largest error and the counts of one step after a recipe."""
+    """Largest error of a step after a recipe, what the step did, and how many programs further lengths compiled."""
     torch._dynamo.reset()
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # torch's own, of a layer
     topology = Topology.build(*degrees)
-    model = make_sharded(topology)
-    tokens, positions, _ = sharded_inputs(topology, 24)
-    names = dict(torch=torch, usp=usp, model=model, tokens=tokens, positions=positions)
-    with torch._dynamo.config.patch(), mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+    local = shards(topology, LENGTHS[0])
+    names = dict(torch=torch, usp=usp, model=make_sharded(topology), tokens=local[0], positions=local[1])
+    programs = CompileCounterWithBackend("aot_eager")
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend=programs)):
         exec(RECIPES[recipe], names)
     with counting() as counts:
-        error = largest_error(names["model"], topology, 24)
+        error = largest_error(names["model"], topology, LENGTHS[0], local)
+    before = programs.frame_count
+    if recipe == "Sequences of changing length":
+        error = max(error, *(largest_error(names["model"], topology, seq_len) for seq_len in LENGTHS[1:]))
+    return error, counts, before, programs.frame_count - before
+
+
+@pytest.mark.parametrize("recipe", sorted(STEPS))
+def test_recipe(pool, recipe):
+    degrees, expected = STEPS[recipe]
+    for error, counts, programs, more in pool(degrees[0] * degrees[1]).run(followed, degrees, recipe, timeout=200):
+        assert error < 1e-12
+        assert counts == expected
+        assert bool(programs) == ("compile" in RECIPES[recipe])
+        assert more == 0
+
+
+def packed(rank):
+    """The error for one set of documents after the other, and how many programs that took."""
+    torch._dynamo.reset()
+    topology = Topology.build(1, 2)
+    attention = partial(usp.attention, topology=topology, layout="zigzag")
+    programs = CompileCounterWithBackend("aot_eager")
+    names = dict(torch=torch, attention=attention)
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend=programs)):
+        exec(RECIPES["Packed documents"], names)
+    wrong = []
+    for boundaries in (names["cu_seqlens"].tolist(), [0, 1, 23, 24], [0, 11, 12, 24]):
+        case = Case(1, 2, 24, str(Mask.causal() & Mask.cu_seqlens(boundaries)), "zigzag")
+        names["cu_seqlens"] = torch.tensor(boundaries)
+        q, k, v, dout = (usp.shard(t, topology, layout="zigzag") for t in case.tensors())
+        for t in (q, k, v):
+            t.requires_grad_()
+        out, lse = names["packed"](q, k, v)
+        results = (out, lse, *torch.autograd.grad(out, (q, k, v), dout))
+        whole = [usp.unshard(t.detach(), topology, layout="zigzag", length=24) for t in results]
+        wrong += failures(case, whole)
+    return wrong, programs.frame_count
+
+
+def test_recipe_for_packed_documents(pool):
+    assert pool(2).run(packed) == [([], 1)] * 2
+
+
+def compared(rank):
+    """Masks that differ between ranks."""
+    torch._dynamo.reset()
+    topology = Topology.build(1, 2)
+    model = make_sharded(topology)
+    attn = usp.USPAttention(topology=topology, layout="zigzag")
+    for block in model.blocks:
+        block.attention.attend = lambda q, k, v: attn(q, k, v, is_causal=rank == 0)
+    tokens, positions, _ = shards(topology, 24)
+    names = dict(torch=torch, model=model, tokens=tokens, positions=positions)
+    with pytest.raises(usp.AgreementError, match="rank 1 has mask : where rank 0 has :0"):
+        exec(RECIPES["Comparing arguments between ranks"], names)
+
+
+def test_recipe_for_comparing_arguments(pool):
+    pool(2).run(compared)
+
+
+def test_every_recipe_is_run():
+    assert set(RECIPES) == {*STEPS, "Packed documents", "Comparing arguments between ranks"}
+
+
+# ---- checkpointing beyond the recipes --------------------------------------------------------------------------------
+
+
+def reentrant(rank, use_reentrant):
+    """Through torch.utils.checkpoint itself."""
+    topology = Topology.build(2, 2)
+    model = make_sharded(topology)
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=use_reentrant)
+    with counting() as counts:
+        error = largest_error(model, topology, 24)
     return error, counts
 
 
-@pytest.mark.parametrize("recipe", sorted(EXPECTED))
-def test_recipe(pool, recipe):
-    for error, counts in pool(4).run(followed, (2, 2), recipe, timeout=200):
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_both_kinds_of_checkpoint_walk_the_ring_again(pool, use_reentrant):
+    for error, counts in pool(4).run(reentrant, use_reentrant):
         assert error < 1e-12
-        assert counts == EXPECTED[recipe]
+        assert counts == PLAIN + WALKED_AGAIN
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a low-rank update (LoRA, Hu et al. 2021)."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        make = torch.Generator().manual_seed(0)
+        self.linear = linear
+        self.down = nn.Parameter(torch.randn(2, linear.in_features, generator=make, dtype=torch.float64))
+        self.up = nn.Parameter(torch.randn(linear.out_features, 2, generator=make, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + x @ self.down.T @ self.up.T
+
+
+def adapt(model: nn.Module) -> None:
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.attention.q, block.attention.v = Adapted(block.attention.q), Adapted(block.attention.v)
+
+
+def recomputed_elsewhere(rank):
+    """Two models of different grids, layouts and lengths: both forward, then both backward, in a thread of their own.
+
+    A new thread inherits no context variable, and a setting that the second model left behind would reach the first.
+    """
+    steps = []
+    for degrees, layout, seq_len in (((1, 2), "striped", 26), ((2, 1), "zigzag", 40)):
+        topology = Topology.build(*degrees)
+        model = make_sharded(topology, layout=layout)
+        adapt(model)
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = checkpoint_wrapper(block)
+        tokens, positions, dlogits = shards(topology, seq_len, layout)
+        steps.append((model, seq_len, partial(model(tokens, positions).backward, dlogits)))
+    with ThreadPoolExecutor(1) as thread, counting() as counts:
+        for *_, backward in steps:
+            thread.submit(backward).result()
+    assert counts["forward"] == 2 * LAYERS  # all of them recomputed there
+    errors = []
+    for model, seq_len, _ in steps:
+        found = gradients(model)
+        for gradient in found:
+            dist.all_reduce(gradient)
+        errors += [relative_error(x, ref) for x, ref in zip(found, reference(seq_len, adapt)[1:], strict=True)]
+    return max(errors)
+
+
+def test_complaint_17_recomputation_needs_no_context(pool):
+    assert max(pool(2).run(recomputed_elsewhere)) < 1e-12
+
+
+# ---- asked for, and off ----------------------------------------------------------------------------------------------
+
+
+def test_complaint_18_without_a_process_group_degrees_are_refused():
+    assert not dist.is_initialized()
+    with pytest.raises(usp.TopologyError, match="needs a process group and none is initialised"):
+        usp.USPAttention(ulysses_degree=2)
+    with pytest.raises(usp.TopologyError, match="needs a process group and none is initialised"):
+        usp.USPAttention(ring_degree=2)
+
+
+def really_on(rank):
+    """Whether this rank's output depends on the other rank's keys: plain, checkpointed and compiled."""
+    for wrong in ({"ulysses_degree": 4}, {"ring_degree": 3}):
+        with pytest.raises(usp.TopologyError):
+            usp.USPAttention(**wrong)
+    answers = []
+    for degrees in ((1, 2), (2, 1)):
+        attn = usp.USPAttention(*degrees)
+        torch._dynamo.reset()
+        compiled = torch.compile(attn, fullgraph=True, backend="aot_eager")
+        for run in (attn, partial(checkpoint, attn, use_reentrant=False), compiled):
+            torch.manual_seed(rank)
+            x = torch.randn(1, 8, 4, 8, requires_grad=True)
+            before = run(x, x, x)
+            after = run(x, x * 2, x) if rank == 1 else run(x, x, x)
+            answers.append(not torch.equal(before, after))
+    return answers
+
+
+def test_complaint_18_parallelism_that_was_asked_for_is_on(pool):
+    assert pool(2).run(really_on, timeout=200) == [[True] * 6] * 2

@@ -135,6 +135,14 @@ def test_nothing_fits():
     assert fixed.code == 0 and "USPAttention" in fixed.out
 
 
+def test_nothing_is_legal():
+    done = usp("--heads", "8", "--gpu", "h100", "--seq-len", "4")
+    assert (done.code, done.err) == (2, "")
+    assert done.out.count("not legal: 8 ranks are more than the 4 tokens") == 4
+    assert done.out.splitlines()[-1] == "no pair of degrees is legal"
+    assert "memory" not in done.out
+
+
 def test_nothing_helps(tmp_path):
     cluster = hardware.cluster("h100", 1)
     device = cluster.device.model_copy(update={"memory_gib": 1.0})

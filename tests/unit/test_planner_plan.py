@@ -292,7 +292,9 @@ def test_a_step_is_all_passes_of_all_layers():
         assert getattr(full, part) - getattr(none, part) == pytest.approx(getattr(forward, part))
     for part in ("seconds_compute", "seconds_merge", "seconds_ring", "bytes_ring"):
         assert getattr(selective, part) == getattr(none, part)
-    assert 0 < selective.seconds_all_to_all - none.seconds_all_to_all < forward.seconds_all_to_all
+    # Of what is exchanged forward, q, k and v are 4 + 2 heads and the output 4: without the latencies, 6 tenths.
+    again = (selective.seconds_all_to_all - none.seconds_all_to_all) / forward.seconds_all_to_all
+    assert 0.5 < again < 0.6
     # Backward computes 2.5 times as much, and not at the same speed.
     assert 2.5 * forward.seconds_compute < none.seconds_compute - forward.seconds_compute < 4 * forward.seconds_compute
     twice = by_degrees(plan(model(8, 2, layers=4), FAST, work()))[2, 2]
@@ -437,13 +439,11 @@ def choices(name: Any, cluster: ClusterSpec, workload: Workload) -> dict[tuple[i
 
 
 def test_a_group_that_crosses_nodes_says_both_bandwidths():
-    found = choices("llama2-7b", hardware.cluster("h100", 16), work(2**15))
-    assert found[16, 1, "contiguous", "p2p"].why.startswith(
-        "U=16 crosses nodes: all-to-all at 40 GB/s instead of 300"
-    ) or found[16, 1, "contiguous", "p2p"].why.startswith("the fastest")
     slow = choices("llama2-7b", hardware.cluster("h100", 16, inter="ethernet-100g"), work(2**17))
     assert slow[16, 1, "contiguous", "p2p"].why == "U=16 crosses nodes: all-to-all at 1.2 GB/s instead of 300"
     assert "crosses" not in slow[8, 2, "zigzag", "p2p"].why
+    straddling = choices("llama3-8b", hardware.cluster("h100", 12, 6), work(2**17))[4, 3, "zigzag", "p2p"]
+    assert straddling.why.removeprefix("a tie; ") == "U=4 crosses nodes: all-to-all at 40 GB/s instead of 300"
 
 
 def test_hops_that_are_not_hidden_say_their_bandwidth():
@@ -479,10 +479,16 @@ def test_an_uneven_layout_says_how_uneven():
 
 
 def test_ties_are_called_ties():
+    made = plan("llama3-8b", hardware.cluster("h100", 12, 6), seq_len="128K")
+    assert {"a tie; " in c.why for c in made.choices if 1.02 < c.slower < 1.05} == {True, False}
+    for choice in made.choices[1:]:
+        assert choice.why.startswith("a tie; ") == (choice.seconds < 1.03 * made.choices[0].seconds), choice
+
+
+def test_what_is_as_fast_says_so():
+    """Full attention is even in every layout."""
     made = plan("flux.1", hardware.cluster("l20", 8), work(2**15, is_causal=False))
     best = made.choices[0]
-    for choice in made.choices[1:]:
-        assert choice.why.startswith("a tie; ") == (choice.seconds < 1.03 * best.seconds), choice
     same = next(c for c in made.choices[1:] if c.ring_degree == best.ring_degree and c.transport == best.transport)
     assert same.seconds == best.seconds
     assert same.why == f"a tie; as fast, with {same.transport} and {same.layout}"

@@ -26,8 +26,8 @@ def explain(problem: Problem, choice: "Choice", ranked: "Sequence[Choice]") -> d
     best = ranked[0]
     if not choice.fits:
         largest = sorted(choice.memory.items(), key=lambda row: -row[1])[:2]
-        most = " and ".join(f"{size / GIB:.0f} of {name}" for name, size in largest)
-        why = f"needs {choice.memory_bytes / GIB:.1f} GiB of {problem.cluster.device.memory_gib:g}: {most}"
+        most = " and ".join(f"{size / GIB:.3g} of {name}" for name, size in largest)
+        why = f"needs {choice.memory_bytes / GIB:.1f} GiB of {problem.cluster.device.memory_gib:.4g}: {most}"
     elif choice is best:
         why = "the fastest that fits" + _lead(best, ranked)
     else:
