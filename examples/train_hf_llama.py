@@ -63,7 +63,8 @@ def train(
         num_attention_heads=max(4, width // 128), num_key_value_heads=max(2, width // 512),
         max_position_embeddings=context,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).to(device, torch.bfloat16 if cuda else torch.float32)
+    dtype = torch.bfloat16 if cuda else torch.float32
+    model = LlamaForCausalLM(config).to(device, dtype)  # pyright: ignore[reportArgumentType] of its decorator
 
     topology = usp.Topology.build(ulysses_degree, ring_degree)  # usp
     enable(model, topology, layout="zigzag")  # usp
