@@ -140,7 +140,8 @@ FIELDS = [(kind, field) for kind, fields in LEGAL.items() for field in fields]
 
 
 def test_every_field_is_in_the_table():
-    assert set(LEGAL) == set(BASES) == set(Spec.__subclasses__())
+    ours = {kind for kind in Spec.__subclasses__() if kind.__module__ == Spec.__module__}
+    assert set(LEGAL) == set(BASES) == ours
     for kind, fields in LEGAL.items():
         assert set(fields) == set(kind.model_fields) == set(BASES[kind]), kind
 
