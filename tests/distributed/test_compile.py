@@ -199,7 +199,7 @@ def errors_of(attend: Callable, topology: Topology, seq_len: int, mask: Mask) ->
 def called(rank, degrees, dynamic, lengths, names):
     """What is wrong with each way to say which keys are seen, and how many programs all lengths took."""
     topology = Topology.build(*degrees)
-    attn = usp.USPAttention(topology=topology, layout="zigzag", scale=0.3 if dynamic else None)
+    attn = usp.USPAttention(topology=topology, layout="zigzag")
     wrong, programs = [], []
     for name in names:
         torch._dynamo.reset()
@@ -485,16 +485,14 @@ def test_complaint_18_without_a_process_group_degrees_are_refused():
 
 
 def really_on(rank):
-    """Whether this rank's output depends on the other rank's keys: plain, checkpointed and compiled."""
+    """Whether this rank's output depends on the other rank's keys: plain and checkpointed."""
     for wrong in ({"ulysses_degree": 4}, {"ring_degree": 3}):
         with pytest.raises(usp.TopologyError):
             usp.USPAttention(**wrong)
     answers = []
     for degrees in ((1, 2), (2, 1)):
         attn = usp.USPAttention(*degrees)
-        torch._dynamo.reset()
-        compiled = torch.compile(attn, fullgraph=True, backend="aot_eager")
-        for run in (attn, partial(checkpoint, attn, use_reentrant=False), compiled):
+        for run in (attn, partial(checkpoint, attn, use_reentrant=False)):
             torch.manual_seed(rank)
             x = torch.randn(1, 8, 4, 8, requires_grad=True)
             before = run(x, x, x)
