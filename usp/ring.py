@@ -97,8 +97,7 @@ class Ring:
 
     def _walk(self, k: Tensor, v: Tensor) -> Iterator[Stop]:
         """Every rank's keys and values as they come by, as far as any rank needs them; this rank's own first."""
-        lengths = [self.schedule.length(rank) for rank in range(self.transport.size)]
-        shapes = [[(t.shape[0], length, *t.shape[2:]) for t in (k, v)] for length in lengths]
+        shapes = [[(t.shape[0], length, *t.shape[2:]) for t in (k, v)] for length in self.schedule.lengths]
         return self.transport.circulate([k, v], shapes, self.schedule.hops)
 
     def _pieces(self, owner: int) -> Iterator[tuple[Tile, HeadRun]]:

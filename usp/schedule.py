@@ -1,5 +1,6 @@
 """Who computes what, at which hop: pure arithmetic that the ring, the sharder and the planner all read."""
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -36,6 +37,11 @@ class Schedule:
         """Number of tokens that ring rank `rank` holds."""
         return count(self.positions(rank))
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of tokens of every ring rank."""
+        return _lengths(self)
+
     def tiles(self, rank: int, owner: int) -> tuple[Tile, ...]:
         """What rank `rank`'s queries see of rank `owner`'s keys, in local indices of both."""
         return _tiles(self, rank, owner)
@@ -47,6 +53,14 @@ class Schedule:
     def pairs(self, rank: int, owner: int) -> int:
         """Visible (query, key) pairs of rank `rank`'s queries and rank `owner`'s keys: the areas of their tiles."""
         return pairs(self.positions(rank), self.positions(owner), self.mask)
+
+    def pairs_at(self, hop: int, ranks: Sequence[int]) -> list[int]:
+        """`pairs` of each of some ranks with the block that it has at a hop, that of rank - hop."""
+        ring, known = _ring(self), {}
+        for rank in ranks:
+            if (question := ring.question(rank, rank - hop)) not in known:
+                known[question] = pairs(ring.held[rank], ring.held[rank - hop], self.mask)
+        return [known[ring.question(rank, rank - hop)] for rank in ranks]
 
     @property
     def hops(self) -> int:
@@ -69,23 +83,51 @@ def _tiles(schedule: Schedule, rank: int, owner: int) -> tuple[Tile, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _hops(schedule: Schedule) -> int:
-    mask, held = schedule.mask, [schedule.positions(rank) for rank in range(schedule.ring_degree)]
-    # Most pairs of ranks are told apart by where their positions begin and end; and without documents, pairs of equal
-    # shape and distance are one question. Only so is a ring of 1,024 ranks no matter of minutes.
-    extents, reaches = [extent(runs) for runs in held], [reach(runs, mask) for runs in held]
-    shapes: dict[tuple, int] = {}
-    shape = [
-        shapes.setdefault(tuple((run.start - first, len(run), run.step) for run in runs), len(shapes))
+def _lengths(schedule: Schedule) -> tuple[int, ...]:
+    return tuple(schedule.length(rank) for rank in range(schedule.ring_degree))
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """The positions of all ranks, and what tells pairs of ranks apart before any tile is looked at.
+
+    Attributes:
+        held: positions of every rank.
+        extents: where they begin and end.
+        shapes: a number for every rank, equal where positions differ by a shift only.
+        absolute: whether more than the distance of two ranks decides what one sees of the other: documents.
+    """
+
+    held: tuple[Positions, ...]
+    extents: tuple[tuple[int, int], ...]
+    shapes: tuple[int, ...]
+    absolute: bool
+
+    def question(self, rank: int, owner: int) -> Hashable:
+        """Equal for pairs of ranks of which one sees as much of the other: 1,024 ranks are then not 2^20 questions."""
+        distance = self.extents[owner][0] - self.extents[rank][0]
+        return self.shapes[rank], self.shapes[owner], distance, rank if self.absolute else 0
+
+
+@lru_cache(maxsize=64)
+def _ring(schedule: Schedule) -> _Ring:
+    held = tuple(schedule.positions(rank) for rank in range(schedule.ring_degree))
+    extents, numbers = tuple(map(extent, held)), {}
+    shapes = (
+        tuple((run.start - first, len(run), run.step) for run in runs)
         for runs, (first, _) in zip(held, extents, strict=True)
-    ]
-    ring = range(schedule.ring_degree)[::-1]
-    for hop in ring:
-        questions = {
-            (shape[r], shape[r - hop], extents[r - hop][0] - extents[r][0], r if mask.boundaries else 0): r
-            for r in ring
-            if extents[r - hop][0] < reaches[r][1] and extents[r - hop][1] > reaches[r][0]
-        }
-        if any(pairs(held[rank], held[rank - hop], mask) for rank in questions.values()):
+    )
+    numbered = tuple(numbers.setdefault(shape, len(numbers)) for shape in shapes)
+    return _Ring(held, extents, numbered, bool(schedule.mask.boundaries))
+
+
+@lru_cache(maxsize=1024)
+def _hops(schedule: Schedule) -> int:
+    ring, ranks = _ring(schedule), range(schedule.ring_degree)[::-1]
+    extents, reaches = ring.extents, [reach(runs, schedule.mask) for runs in ring.held]
+    for hop in ranks:
+        near = (r for r in ranks if extents[r - hop][0] < reaches[r][1] and extents[r - hop][1] > reaches[r][0])
+        distinct = {ring.question(rank, rank - hop): rank for rank in near}.values()
+        if any(pairs(ring.held[rank], ring.held[rank - hop], schedule.mask) for rank in distinct):
             return hop
     return 0

@@ -96,7 +96,7 @@ def unshard(
     rows = x.movedim(dim, 0).contiguous()
     lengths = [len(run) for run in split(schedule.length(topology.ring.rank), topology.ulysses.degree)]
     rows = torch.cat(_gather(rows, topology.ulysses, lengths))
-    blocks = _gather(rows, topology.ring, [schedule.length(rank) for rank in range(topology.ring.degree)])
+    blocks = _gather(rows, topology.ring, list(schedule.lengths))
     whole = rows.new_empty(seq_len, *rows.shape[1:])
     for rank, block in enumerate(blocks):
         start = 0

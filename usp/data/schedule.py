@@ -83,8 +83,8 @@ class ContextStage(Spec):
                 f"degrees of 1 or more are needed for the stage of {self.seq_len} tokens, got ulysses_degree={ulysses} "
                 f"and ring_degree={ring}: give them here or in the stage"
             )
-        held = Schedule(Mask(), self.layout or "contiguous", self.seq_len, ring)
-        return max(-(-held.length(rank) // ulysses) for rank in range(ring))
+        longest = max(Schedule(Mask(), self.layout or "contiguous", self.seq_len, ring).lengths)
+        return -(-longest // ulysses)
 
     def inverse_frequencies(self, head_dim: int) -> tuple[float, ...]:
         """RoPE's angle per position of each pair of a head's dimensions: theta^(-2i / head_dim), head_dim / 2 of them.

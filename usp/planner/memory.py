@@ -110,8 +110,8 @@ class _Rank:
     @cached_property
     def places(self) -> tuple[int, int]:
         """The ring rank with the most tokens, and the Ulysses rank with the most heads of q and of k."""
-        layer = self.layer
-        most_tokens = max(range(layer.schedule.ring_degree), key=layer.schedule.length)
+        layer, lengths = self.layer, self.layer.schedule.lengths
+        most_tokens = lengths.index(max(lengths))
         most_heads = max(
             range(layer.ulysses_degree), key=lambda u: (layer.q_heads(u) + layer.kv_heads(u), layer.kv_heads(u))
         )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import isqrt
 
-from usp.mask import Tile, pairs
+from usp.mask import Tile
 from usp.positions import split
 from usp.schedule import Schedule
 
@@ -72,9 +72,7 @@ def survey(schedule: Schedule, budget: int) -> Survey:
     fits = budget // _pieces(schedule)
     ranks = _spread(ring, max(2, min(ENOUGH_RANKS, isqrt(fits)), fits // ring))
     hops = _stand_for(schedule.hops + 1, max(1, fits // len(ranks)))
-    held = [schedule.positions(rank) for rank in range(ring)]
-    work = tuple(tuple(pairs(held[rank], held[rank - hop], schedule.mask) for rank in ranks) for hop, _ in hops)
-    return Survey(schedule, ranks, hops, work)
+    return Survey(schedule, ranks, hops, tuple(tuple(schedule.pairs_at(hop, ranks)) for hop, _ in hops))
 
 
 def _pieces(schedule: Schedule) -> int:

@@ -103,16 +103,16 @@ def bytes_all_to_all(layer: Layer, ring_rank: int, ulysses_rank: int, backward: 
     """
     shape, degree = layer.shape, layer.ulysses_degree
     lengths = [len(run) for run in split(layer.schedule.length(ring_rank), degree)]
-    all_q, all_kv = _held(layer.shape.heads, layer.shape.kv_heads, degree)
+    all_kv = _held(shape.heads, shape.kv_heads, degree)
     q, kv = layer.q_heads(ulysses_rank), layer.kv_heads(ulysses_rank)
     width = shape.head_dim + shape.value_dim
     # In sequence shards this rank holds `mine` tokens of all heads; in head shards, its heads of all tokens.
     mine, others = lengths[ulysses_rank], sum(lengths) - lengths[ulysses_rank]
     if backward:
-        before = mine * (all_q - q) * shape.value_dim
+        before = mine * (shape.heads - q) * shape.value_dim
         after = others * (q * shape.head_dim + kv * width)
     else:
-        before = mine * ((all_q - q) * shape.head_dim + (all_kv - kv) * width)
+        before = mine * ((shape.heads - q) * shape.head_dim + (all_kv - kv) * width)
         after = others * q * shape.value_dim
     return before * shape.batch * shape.dtype_bytes, after * shape.batch * shape.dtype_bytes
 
@@ -122,7 +122,7 @@ def bytes_ring(layer: Layer, ring_rank: int, ulysses_rank: int, backward: bool =
     ring, hops, shape = layer.schedule.ring_degree, layer.schedule.hops, layer.shape
     if not hops:
         return 0
-    lengths = _lengths(layer.schedule)
+    lengths = layer.schedule.lengths
     passing = [lengths[(ring_rank - hop) % ring] for hop in range(hops + 1)]
     if layer.transport == "all_gather":  # padded to the longest block; gradients go straight to the owners
         tokens, gradient_tokens = (ring - 1) * max(lengths), sum(passing[1:])
@@ -133,12 +133,6 @@ def bytes_ring(layer: Layer, ring_rank: int, ulysses_rank: int, backward: bool =
 
 
 @lru_cache(maxsize=256)
-def _lengths(schedule: Schedule) -> tuple[int, ...]:
-    return tuple(schedule.length(rank) for rank in range(schedule.ring_degree))
-
-
-@lru_cache(maxsize=256)
-def _held(heads: int, kv_heads: int, degree: int) -> tuple[int, int]:
-    """Query and kv heads that all ranks of a Ulysses group hold together: some kv heads are held by several."""
-    held = sum(len(share(heads, kv_heads, degree, rank)) for rank in range(degree))
-    return heads, held
+def _held(heads: int, kv_heads: int, degree: int) -> int:
+    """KV heads that all ranks of a Ulysses group hold together: some are held by several."""
+    return sum(len(share(heads, kv_heads, degree, rank)) for rank in range(degree))
