@@ -20,7 +20,7 @@ from usp.all_to_all import Deal, all_to_all
 from usp.errors import InputError, TopologyError, USPError
 from usp.heads import groups
 from usp.kernels.base import Call
-from usp.mask import CAUSAL, FULL, Band, Mask
+from usp.mask import CAUSAL, Band, Mask
 from usp.positions import split
 from usp.ring import Recipe, ring_attention
 from usp.schedule import Schedule
@@ -338,7 +338,7 @@ def _mask(which: MaskOptions) -> tuple[Mask, Tensor | None]:
             bands = tuple(Band(_plain(band.lo), _plain(band.hi)) for band in mask.bands)
             mask = Mask(bands, tuple(map(index, mask.boundaries)))
         return mask, None
-    mask = Mask((CAUSAL if which.get("is_causal") else FULL,))
+    mask = Mask.causal() if which.get("is_causal") else Mask.full()
     if window is not None:
         mask &= Mask.window(*map(_plain, window))
     if isinstance(cu_seqlens, Tensor):
@@ -346,13 +346,8 @@ def _mask(which: MaskOptions) -> tuple[Mask, Tensor | None]:
             return mask, cu_seqlens
         cu_seqlens = cu_seqlens.tolist()
     if cu_seqlens is not None:
-        mask &= _documents(tuple(map(index, cu_seqlens)))
+        mask &= Mask.cu_seqlens(tuple(map(index, cu_seqlens)))
     return mask, None
-
-
-@torch.compiler.assume_constant_result
-def _documents(boundaries: tuple[int, ...]) -> Mask:
-    return Mask.cu_seqlens(boundaries)
 
 
 def _plain(bound: int | None) -> int | None:

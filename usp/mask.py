@@ -84,7 +84,7 @@ class Mask:
     @classmethod
     def full(cls) -> "Mask":
         """Every query sees every key."""
-        return cls()
+        return cls((FULL,))  # torch.compile traces a band that it is given, and not the one of a default
 
     @classmethod
     def causal(cls) -> "Mask":
@@ -121,7 +121,7 @@ class Mask:
         """
         if len(boundaries) < 2:
             raise InputError(f"document boundaries hold no document, got {_brief(boundaries)}: give (0, ..., seq_len)")
-        return cls(boundaries=tuple(map(int, boundaries)))
+        return cls((FULL,), tuple(map(int, boundaries)))
 
     def __and__(self, other: "Mask") -> "Mask":
         """Sees what both see.

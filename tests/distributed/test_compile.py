@@ -199,7 +199,7 @@ def errors_of(attend: Callable, topology: Topology, seq_len: int, mask: Mask) ->
 def called(rank, degrees, dynamic, lengths, names):
     """What is wrong with each way to say which keys are seen, and how many programs all lengths took."""
     topology = Topology.build(*degrees)
-    attn = usp.USPAttention(topology=topology, layout="zigzag")
+    attn = usp.USPAttention(topology=topology, layout="zigzag", scale=8**-0.5)  # the default, but as an attribute
     wrong, programs = [], []
     for name in names:
         torch._dynamo.reset()
@@ -247,6 +247,26 @@ def refused(rank):
             torch.compile(attn, fullgraph=True, backend="aot_eager")(*args, **how)
         messages.append(str(found.value))
     return messages
+
+
+def masks_made_inside(rank):
+    """Largest difference of compiled functions that make their masks from the same in eager."""
+    attn = usp.USPAttention(topology=Topology.build(1, 2), layout="zigzag")
+    makers = (Mask.full, Mask.causal, lambda: Mask.causal() & Mask.documents((3, 13)), lambda: Mask.window(5, 0))
+    torch.manual_seed(rank)
+    x, differences = torch.randn(1, 8, 4, 8, dtype=torch.float64), []
+    for make in makers:
+        torch._dynamo.reset()
+
+        def run(x, make=make):
+            return attn(x, x, x, mask=make())
+
+        differences.append((torch.compile(run, fullgraph=True, backend="aot_eager")(x) - run(x)).abs().max().item())
+    return differences
+
+
+def test_a_mask_may_be_made_inside_the_graph(pool):
+    assert pool(2).run(masks_made_inside, timeout=200) == [[0.0] * 4] * 2
 
 
 def test_a_refusal_while_compiling_keeps_its_words(pool):
@@ -485,21 +505,24 @@ def test_complaint_18_without_a_process_group_degrees_are_refused():
 
 
 def really_on(rank):
-    """Whether this rank's output depends on the other rank's keys: plain and checkpointed."""
+    """Whether this rank's output depends on the other rank's keys: plain, checkpointed and compiled."""
     for wrong in ({"ulysses_degree": 4}, {"ring_degree": 3}):
         with pytest.raises(usp.TopologyError):
             usp.USPAttention(**wrong)
     answers = []
     for degrees in ((1, 2), (2, 1)):
         attn = usp.USPAttention(*degrees)
-        for run in (attn, partial(checkpoint, attn, use_reentrant=False)):
+        torch._dynamo.reset()
+        compiled = torch.compile(attn, fullgraph=True, backend="aot_eager")
+        for run in (attn, partial(checkpoint, attn, use_reentrant=False), compiled):
             torch.manual_seed(rank)
             x = torch.randn(1, 8, 4, 8, requires_grad=True)
             before = run(x, x, x)
-            after = run(x, x * 2, x) if rank == 1 else run(x, x, x)
+            other = (2 * x.detach()).requires_grad_() if rank == 1 else x
+            after = run(x, other, x)
             answers.append(not torch.equal(before, after))
     return answers
 
 
 def test_complaint_18_parallelism_that_was_asked_for_is_on(pool):
-    assert pool(2).run(really_on, timeout=200) == [[True] * 4] * 2
+    assert pool(2).run(really_on, timeout=200) == [[True] * 6] * 2
