@@ -5,21 +5,32 @@ from bisect import bisect_right
 import torch
 from torch import Tensor
 
-from usp.mask import Mask
+from usp.mask import Band, Mask
 
 
 def visible(mask: Mask, seq_len: int) -> Tensor:
     """Boolean (S, S): whether query i sees key j, pair by pair from the definition of a mask."""
-    offset = torch.arange(seq_len) - torch.arange(seq_len).unsqueeze(-1)
+    position = torch.arange(seq_len)
+    offset = position - position.unsqueeze(-1)
     seen = torch.zeros(seq_len, seq_len, dtype=torch.bool)
-    for band in mask.bands:
-        lo = -seq_len if band.lo is None else band.lo
-        hi = seq_len if band.hi is None else band.hi
-        seen |= (offset >= lo) & (offset <= hi)
-    if mask.boundaries:
-        document = torch.tensor([bisect_right(mask.boundaries, i) for i in range(seq_len)])
-        seen &= document == document.unsqueeze(-1)
+    for region in mask.regions:
+        here = torch.zeros_like(seen)
+        for band in region.bands:
+            here |= _inside(offset, band)
+        if region.boundaries:
+            document = torch.tensor([bisect_right(region.boundaries, i) for i in range(seq_len)])
+            here &= document == document.unsqueeze(-1)
+        seen |= here & _inside(position.unsqueeze(-1), region.queries) & _inside(position, region.keys)
     return seen
+
+
+def _inside(x: Tensor, band: Band) -> Tensor:
+    inside = torch.ones_like(x, dtype=torch.bool)
+    if band.lo is not None:
+        inside &= x >= band.lo
+    if band.hi is not None:
+        inside &= x <= band.hi
+    return inside
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seen: Tensor, scale: float | None = None):

@@ -20,7 +20,7 @@ from usp.all_to_all import Deal, all_to_all
 from usp.errors import InputError, TopologyError, USPError
 from usp.heads import groups
 from usp.kernels.base import Call
-from usp.mask import CAUSAL, Band, Mask
+from usp.mask import Band, Mask, Region
 from usp.positions import split
 from usp.ring import Recipe, ring_attention
 from usp.schedule import Schedule
@@ -220,7 +220,7 @@ def _attend(
 def _lengths(topology: Topology, layout: str, seq_len: int, local: int) -> tuple[int, ...]:
     """Tokens of the shards of this rank's Ulysses group. Raises InputError if its own does not have `local`."""
     check_length(local, seq_len, topology, layout, "query")
-    whole = Schedule(Mask(), layout, seq_len, topology.ring.degree).length(topology.ring.rank)
+    whole = Schedule(Mask.full(), layout, seq_len, topology.ring.degree).length(topology.ring.rank)
     return tuple(len(run) for run in split(whole, topology.ulysses.degree))
 
 
@@ -335,8 +335,7 @@ def _mask(which: MaskOptions) -> tuple[Mask, Tensor | None]:
                 f"mask must be a usp.Mask, got {type(mask).__name__}: a dense mask cannot be sharded exactly"
             )
         if torch.compiler.is_compiling():  # with dynamic=True its numbers may be symbolic
-            bands = tuple(Band(_plain(band.lo), _plain(band.hi)) for band in mask.bands)
-            mask = Mask(bands, tuple(map(index, mask.boundaries)))
+            mask = Mask(tuple(map(_plain_region, mask.regions)))
         return mask, None
     mask = Mask.causal() if which.get("is_causal") else Mask.full()
     if window is not None:
@@ -354,9 +353,16 @@ def _plain(bound: int | None) -> int | None:
     return None if bound is None else index(bound)
 
 
+def _plain_region(region: Region) -> Region:
+    *bands, queries, keys = (
+        Band(_plain(band.lo), _plain(band.hi)) for band in (*region.bands, region.queries, region.keys)
+    )
+    return Region(tuple(bands), tuple(map(index, region.boundaries)), queries, keys)
+
+
 def _recommend_balance(config: _Config, mask: Mask) -> None:
     ring, first = config.topology.ring, config.topology.grids[0][0][0]
-    if config.layout != "contiguous" or ring.degree == 1 or mask != Mask((CAUSAL,)) or config.topology.rank != first:
+    if config.layout != "contiguous" or ring.degree == 1 or mask != Mask.causal() or config.topology.rank != first:
         return
     if not torch.compiler.is_compiling():
         warnings.warn(

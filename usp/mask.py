@@ -1,20 +1,17 @@
 """Which keys a query sees, as arithmetic on positions.
 
-Mask: disjoint bands of `key position - query position`, and document boundaries. A value: frozen, hashable, printable.
-Tile: a rectangle of one (query block, key block) pair, in local indices, whose mask is exactly one band. After `trim`
-a tile is one call of a flash kernel, and nothing in it is wasted but what its band hides.
+Band: an interval of offsets `key position - query position`. Region: bands, of some queries and keys, inside documents.
+Mask: disjoint regions, closed under `&` and `|`. All are values: frozen, hashable, printable.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from math import inf
 
 from usp.errors import InputError
-from usp.positions import Positions
 
 Bound = int | None
 """An end of a band: an offset `key - query`, or None for "no bound"."""
@@ -61,16 +58,20 @@ CAUSAL = Band(None, 0)
 
 
 @dataclass(frozen=True)
-class Mask:
-    """Disjoint bands of offsets, and document boundaries that no query looks across.
+class Region:
+    """Pairs of some queries and some keys, whose offset lies in one of some bands, inside documents.
 
     Attributes:
-        bands: ascending and disjoint; overlapping or touching bands given to the constructor are united.
+        bands: of offsets; overlapping or touching ones given to the constructor are united, so they are disjoint.
         boundaries: cumulative document boundaries `(0, ..., seq_len)`, empty for one document of any length.
+        queries: first and last position of the queries, None for no bound.
+        keys: first and last position of the keys, None for no bound.
     """
 
-    bands: tuple[Band, ...] = (FULL,)
-    boundaries: tuple[int, ...] = ()
+    bands: tuple[Band, ...]
+    boundaries: tuple[int, ...]
+    queries: Band
+    keys: Band
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bands", _unite(self.bands))
@@ -81,15 +82,111 @@ class Mask:
                 "they are cumulative, like cu_seqlens: lengths 3, 5 give 0, 3, 8"
             )
 
+    def __bool__(self) -> bool:
+        """Whether it may hold a pair; of one that is `tight`, whether it does, documents aside."""
+        return all((self.bands, self.queries & Band(0, None), self.keys & Band(0, None)))
+
+    def __and__(self, other: "Region") -> "Region":
+        """The pairs of both.
+
+        Raises:
+            InputError: both have documents, of different total length.
+        """
+        ends = {region.boundaries[-1] for region in (self, other) if region.boundaries}
+        if len(ends) > 1:
+            raise InputError(f"masks with documents of different total length cannot be combined: {sorted(ends)}")
+        bands = tuple(both for a in self.bands for b in other.bands if (both := a & b))
+        boundaries = tuple(sorted({*self.boundaries, *other.boundaries}))
+        return Region(bands, boundaries, self.queries & other.queries, self.keys & other.keys)
+
+    def tight(self) -> "Region":
+        """The same pairs, without bands that hold none, bounds that never bind, and documents if there is but one."""
+        queries, keys, boundaries = _from_zero(self.queries), _from_zero(self.keys), self.boundaries
+        if boundaries and queries and queries != FULL and (document := _only_document(queries, boundaries)):
+            keys, boundaries = keys & document, ()
+        if boundaries and keys and keys != FULL and (document := _only_document(keys, boundaries)):
+            queries, boundaries = queries & document, ()
+        lowest = None if queries.hi is None else (keys.lo or 0) - queries.hi
+        highest = None if keys.hi is None else keys.hi - (queries.lo or 0)
+        bands = tuple(
+            Band(
+                None if band.lo is None or (lowest is not None and band.lo <= lowest) else band.lo,
+                None if band.hi is None or (highest is not None and band.hi >= highest) else band.hi,
+            )
+            for band in self.bands
+            if band & Band(lowest, highest)
+        )
+        return Region(bands, boundaries, queries, keys)
+
+    def minus(self, other: "Region") -> Iterator["Region"]:
+        """Disjoint regions that together are what `other` does not hold of this one."""
+        queries, keys = self.queries & other.queries, self.keys & other.keys
+        if not (self & other).tight():
+            yield self
+            return
+        for outside in _complement([other.queries]):
+            yield replace(self, queries=self.queries & outside)
+        for outside in _complement([other.keys]):
+            yield replace(self, queries=queries, keys=self.keys & outside)
+        hidden = tuple(a & b for a in self.bands for b in _complement(other.bands))
+        yield Region(hidden, self.boundaries, queries, keys)
+        if set(other.boundaries) <= {*self.boundaries}:
+            return
+        seen = tuple(a & b for a in self.bands for b in other.bands)
+        for start, stop in pairwise(other.boundaries):
+            document = _span(start, stop)
+            for outside in _complement([document]):
+                yield Region(seen, self.boundaries, queries & document, keys & outside)
+
+    def __str__(self) -> str:
+        bands = "+".join(str(band) for band in self.bands)
+        spans = (f"{name}{span}" for name, span in (("q", self.queries), ("k", self.keys)) if span != FULL)
+        return "".join((bands, *spans)) + ("@" + ",".join(map(str, self.boundaries)) if self.boundaries else "")
+
+    @classmethod
+    def parse(cls, text: str) -> "Region":
+        """Reads `str(region)` back."""
+        limits, _, boundaries = text.partition("@")
+        limits, _, keys = limits.partition("k")
+        bands, _, queries = limits.partition("q")
+        return cls(
+            tuple(map(_parse_band, bands.split("+"))),
+            tuple(map(int, boundaries.split(","))) if boundaries else (),
+            _parse_band(queries or ":"),
+            _parse_band(keys or ":"),
+        )
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Disjoint regions of (query, key) pairs: those that see each other.
+
+    `a & b` sees what both see and `a | b` what either sees. One set of pairs may be cut into regions in several ways,
+    which are different values.
+
+    Attributes:
+        regions: disjoint; empty ones given to the constructor are dropped, and neighbours joined.
+    """
+
+    regions: tuple[Region, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "regions", _join_regions(region.tight() for region in self.regions))
+
     @classmethod
     def full(cls) -> "Mask":
         """Every query sees every key."""
-        return cls((FULL,))  # torch.compile traces a band that it is given, and not the one of a default
+        return cls.offsets(Band(None, None))
 
     @classmethod
     def causal(cls) -> "Mask":
         """A query sees itself and what came before."""
-        return cls((CAUSAL,))
+        return cls.offsets(Band(None, 0))
+
+    @classmethod
+    def offsets(cls, *bands: Band) -> "Mask":
+        """A query at i sees the keys at j whose offset j - i lies in one of the bands."""
+        return cls((Region(bands, (), Band(None, None), Band(None, None)),))
 
     @classmethod
     def window(cls, left: Bound, right: Bound) -> "Mask":
@@ -101,7 +198,7 @@ class Mask:
         for side, reach in (("left", left), ("right", right)):
             if reach is not None and reach < -1:
                 raise InputError(f"window {side} is {reach}: it must be >= 0, or -1 or None for no bound")
-        return cls((Band(None if left in (None, -1) else -left, None if right == -1 else right),))
+        return cls.offsets(Band(None if left in (None, -1) else -left, None if right == -1 else right))
 
     @classmethod
     def documents(cls, lengths: Iterable[int]) -> "Mask":
@@ -121,7 +218,68 @@ class Mask:
         """
         if len(boundaries) < 2:
             raise InputError(f"document boundaries hold no document, got {_brief(boundaries)}: give (0, ..., seq_len)")
-        return cls((FULL,), tuple(map(int, boundaries)))
+        return cls((Region((Band(None, None),), tuple(map(int, boundaries)), Band(None, None), Band(None, None)),))
+
+    @classmethod
+    def chunks(cls, size: int, seq_len: int) -> "Mask":
+        """A query sees the keys of its own chunk of `size` tokens; with `causal`, Llama 4's chunked local attention.
+
+        Chunks count from position 0. In packed sequences where they count from each document's start, give the chunks
+        of all documents to `documents`.
+
+        Raises:
+            InputError: `size` or `seq_len` is not positive.
+        """
+        if size < 1 or seq_len < 1:
+            raise InputError(f"chunks need a positive size and seq_len, got size={size} and seq_len={seq_len}")
+        return cls.cu_seqlens((*range(0, seq_len, size), seq_len))
+
+    @classmethod
+    def keys(cls, start: int, stop: int | None) -> "Mask":
+        """Every query sees the keys at start <= j < stop (None: to the end): what is left of padding on either side.
+
+        Raises:
+            InputError: `start` is negative, or `stop` lies before it.
+        """
+        return cls((Region((Band(None, None),), (), Band(None, None), _span(start, stop)),))
+
+    @classmethod
+    def queries(cls, start: int, stop: int | None) -> "Mask":
+        """The queries at start <= i < stop (None: to the end) see every key, and others nothing.
+
+        Raises:
+            InputError: `start` is negative, or `stop` lies before it.
+        """
+        return cls((Region((Band(None, None),), (), _span(start, stop), Band(None, None)),))
+
+    @classmethod
+    def prefix_lm(cls, prefix: int) -> "Mask":
+        """The first `prefix` tokens see each other in both directions, and the rest is causal (Raffel et al. 2020).
+
+        Raises:
+            InputError: `prefix` is negative.
+        """
+        return cls.keys(0, prefix) | cls.causal()
+
+    @classmethod
+    def streaming(cls, sinks: int, window: int) -> "Mask":
+        """A query sees the first `sinks` tokens and, back from itself, `window` keys (StreamingLLM, Xiao et al. 2024).
+
+        Raises:
+            InputError: a number is negative.
+        """
+        return cls.window(window, 0) | cls.keys(0, sinks) & cls.causal()
+
+    @classmethod
+    def longformer(cls, global_tokens: int, window: int) -> "Mask":
+        """A query sees `window` keys on either side; the first `global_tokens` see, and are seen by, all.
+
+        The sliding window with global attention of Longformer (Beltagy et al. 2020).
+
+        Raises:
+            InputError: a number is negative.
+        """
+        return cls.window(window, window) | cls.keys(0, global_tokens) | cls.queries(0, global_tokens)
 
     def __and__(self, other: "Mask") -> "Mask":
         """Sees what both see.
@@ -129,224 +287,57 @@ class Mask:
         Raises:
             InputError: both have documents, of different total length.
         """
-        ends = {mask.boundaries[-1] for mask in (self, other) if mask.boundaries}
-        if len(ends) > 1:
-            raise InputError(f"masks with documents of different total length cannot be combined: {sorted(ends)}")
-        bands = tuple(both for a in self.bands for b in other.bands if (both := a & b))
-        return Mask(bands, tuple(sorted({*self.boundaries, *other.boundaries})))
+        return Mask(tuple(a & b for a in self.regions for b in other.regions))
+
+    def __or__(self, other: "Mask") -> "Mask":
+        """Sees what either sees.
+
+        Raises:
+            InputError: both have documents, of different total length.
+        """
+        regions = list(self.regions)
+        for added in other.regions:
+            rest = [added]
+            for region in self.regions:
+                rest = [tight for part in rest for piece in part.minus(region) if (tight := piece.tight())]
+            regions += rest
+        return Mask(tuple(regions))
 
     def check(self, seq_len: int) -> None:
         """Raises InputError if the documents do not add up to `seq_len`."""
-        if self.boundaries and self.boundaries[-1] != seq_len:
-            raise InputError(
-                f"the documents add up to {self.boundaries[-1]} tokens and the global sequence has {seq_len}; "
-                "boundaries are GLOBAL and the last document ends with the sequence (padding is a document too)"
-            )
+        for boundaries in (region.boundaries for region in self.regions if region.boundaries):
+            if boundaries[-1] != seq_len:
+                raise InputError(
+                    f"the documents add up to {boundaries[-1]} tokens and the global sequence has {seq_len}; "
+                    "boundaries are GLOBAL and the last document ends with the sequence (padding is a document too)"
+                )
+
+    @property
+    def relative(self) -> bool:
+        """Whether the offset alone decides who sees whom: no documents, and all queries and keys alike."""
+        return all(not r.boundaries and (r.queries, r.keys) == (FULL, FULL) for r in self.regions)
 
     def __str__(self) -> str:
-        """The canonical text, which `parse` reads back."""
-        bands = "+".join(str(band) for band in self.bands) or "nothing"
-        return bands + ("@" + ",".join(map(str, self.boundaries)) if self.boundaries else "")
+        """The canonical text, without spaces, which `parse` reads back."""
+        return "|".join(str(region) for region in self.regions) or "nothing"
 
     @classmethod
     @lru_cache(maxsize=256)
     def parse(cls, text: str) -> "Mask":
         """Reads `str(mask)` back."""
-        bands, _, boundaries = text.partition("@")
-        ends = (band.split(":") for band in bands.split("+") if ":" in band)
-        return cls(
-            tuple(Band(*(int(end) if end else None for end in pair)) for pair in ends),
-            tuple(map(int, boundaries.split(","))) if boundaries else (),
-        )
+        return cls(() if text == "nothing" else tuple(map(Region.parse, text.split("|"))))
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Rows `q` and columns `k` of a block, and the one band over indices counted from the starts of both."""
-
-    q: slice
-    k: slice
-    band: Band
-
-    @property
-    def area(self) -> int:
-        """Number of visible (query, key) pairs."""
-        return area(self.q.stop - self.q.start, self.k.stop - self.k.start, self.band)
-
-
-def area(rows: int, columns: int, band: Band) -> int:
-    """Number of pairs `0 <= i < rows, 0 <= j < columns` with `j - i` in the band, in closed form."""
-
-    def triangle(n: int) -> int:
-        return n * (n + 1) // 2 if n > 0 else 0
-
-    def at_most(offset: int) -> int:  # pairs with j - i <= offset: sum over i of clamp(i + offset + 1, 0, columns)
-        return (
-            triangle(rows + offset) - triangle(offset) - triangle(rows + offset - columns) + triangle(offset - columns)
-        )
-
-    above = rows * columns if band.hi is None else at_most(band.hi)
-    below = 0 if band.lo is None else at_most(band.lo - 1)
-    return max(above - below, 0)
-
-
-def trim(tile: Tile) -> Tile | None:
-    """Drops the rows and columns that see nothing and the bounds that never bind; None if nothing is left.
-
-    Every row and every column of the result holds a visible pair. Idempotent.
-    """
-    rows, columns = tile.q.stop - tile.q.start, tile.k.stop - tile.k.start
-    lo, hi = tile.band.lo, tile.band.hi
-    if rows <= 0 or columns <= 0 or not tile.band:
-        return None
-    row_start = 0 if hi is None else max(0, -hi)
-    row_stop = rows if lo is None else min(rows, columns - lo)
-    if row_start >= row_stop:
-        return None
-    column_start = 0 if lo is None else max(0, row_start + lo)
-    column_stop = columns if hi is None else min(columns, row_stop + hi)
-    band = tile.band.shift(row_start - column_start)
-    rows, columns = row_stop - row_start, column_stop - column_start
-    return Tile(
-        slice(tile.q.start + row_start, tile.q.start + row_stop),
-        slice(tile.k.start + column_start, tile.k.start + column_stop),
-        Band(
-            None if band.lo is not None and band.lo <= 1 - rows else band.lo,
-            None if band.hi is not None and band.hi >= columns - 1 else band.hi,
-        ),
-    )
-
-
-def blocks(tile: Tile, rows: int, columns: int | None = None) -> Iterator[Tile]:
-    """Cuts a tile into trimmed tiles of at most `rows` x `columns` (None: all columns that the rows see)."""
-    columns = columns or max(1, tile.k.stop - tile.k.start)
-    for q in range(tile.q.start, tile.q.stop, rows):
-        for k in range(tile.k.start, tile.k.stop, columns):
-            band = tile.band.shift((q - tile.q.start) - (k - tile.k.start))
-            piece = Tile(slice(q, min(q + rows, tile.q.stop)), slice(k, min(k + columns, tile.k.stop)), band)
-            if trimmed := trim(piece):
-                yield trimmed
-
-
-def tiles(q: Positions, k: Positions, mask: Mask) -> tuple[Tile, ...]:
-    """The tiles of one (query block, key block) pair: each visible pair lies in exactly one.
-
-    Between two runs of equal step s whose starts differ by d, the band `lo <= d + s * (jj - ii) <= hi` on positions is
-    the band `ceil((lo - d) / s) <= jj - ii <= floor((hi - d) / s)` on indices. Tiles that together are again one band
-    over one rectangle are joined, so zigzag and striped causal need one launch a hop.
-    """
-    return tuple(tile for document in _pieces(q, k, mask) for tile in _coalesce(document))
-
-
-def pairs(q: Positions, k: Positions, mask: Mask) -> int:
-    """Number of visible (query, key) pairs: the areas of the tiles, without the work of joining them."""
-    return sum(piece.area for document in _pieces(q, k, mask) for piece in document)
-
-
-def _pieces(q: Positions, k: Positions, mask: Mask) -> Iterator[list[Tile]]:
-    """The tiles of each document before they are joined: one for every two runs and band that meet."""
-    start, stop = reach(q, mask)
-    first, last = extent(k)
-    if last <= start or first >= stop:
-        return
-    rows, columns = _by_document(q, mask.boundaries), _by_document(k, mask.boundaries)
-    for document, row_runs in rows.items():
-        yield [
-            piece
-            for i, q_run in row_runs
-            for j, k_run in columns.get(document, ())
-            for band in mask.bands
-            if (piece := _tile(i, q_run, j, k_run, band))
-        ]
-
-
-def extent(positions: Positions) -> tuple[int, int]:
-    """Where positions begin, and where they end."""
-    runs = [run for run in positions if run]
-    return (runs[0].start, runs[-1].stop) if runs else (0, 0)
-
-
-def reach(q: Positions, mask: Mask) -> tuple[float, float]:
-    """Where keys must lie for any of these queries to see them: from the first to before the second position.
-
-    Cheap, and no more than that: not every key there is seen.
-    """
-    first, stop = extent(q)
-    if first == stop or not mask.bands:
-        return 0, 0
-    last = min(stop, mask.boundaries[-1] if mask.boundaries else stop) - 1
-    lo, hi, boundaries = mask.bands[0].lo, mask.bands[-1].hi, mask.boundaries
-    start = -inf if lo is None else first + lo
-    stop = inf if hi is None else last + hi + 1
-    if boundaries:
-        start = max(start, boundaries[bisect_right(boundaries, first) - 1])
-        stop = min(stop, boundaries[bisect_left(boundaries, last + 1)])
-    return start, stop
-
-
-def _tile(i: int, q_run: range, j: int, k_run: range, band: Band) -> Tile | None:
-    """The trimmed tile between two runs that start at local indices `i` and `j`."""
-    step = q_run.step if len(q_run) > 1 else k_run.step
-    if len(k_run) > 1 and k_run.step != step:
-        raise ValueError(f"runs of different steps: {q_run} and {k_run}")
-    offset = k_run.start - q_run.start
-    local = Band(
-        None if band.lo is None else -((offset - band.lo) // step),
-        None if band.hi is None else (band.hi - offset) // step,
-    )
-    return trim(Tile(slice(i, i + len(q_run)), slice(j, j + len(k_run)), local))
-
-
-def _by_document(positions: Positions, boundaries: tuple[int, ...]) -> dict[int, list[tuple[int, range]]]:
-    """(local start, run) of every stretch that lies inside one run and one document."""
-    stretches: dict[int, list[tuple[int, range]]] = defaultdict(list)
-    offset = 0
-    for run in positions:
-        start = 0
-        while start < len(run):
-            document = bisect_right(boundaries, run[start]) - 1 if boundaries else 0
-            stop = len(run)
-            if boundaries:
-                stop = min(stop, -((run.start - boundaries[document + 1]) // run.step))
-            stretches[document].append((offset + start, run[start:stop]))
-            start = stop
-        offset += len(run)
-    return stretches
-
-
-def _coalesce(pieces: Iterable[Tile]) -> list[Tile]:
-    """Joins tiles until no two of them are again one tile."""
-    done: list[Tile] = []
-    for tile in pieces:
-        while joined := next(((other, both) for other in reversed(done) if (both := _join(other, tile))), None):
-            done.remove(joined[0])
-            tile = joined[1]
-        done.append(tile)
-    return done
-
-
-def _join(a: Tile, b: Tile) -> Tile | None:
-    """The tile that sees exactly what the disjoint tiles `a` and `b` see, if there is one.
-
-    A candidate that sees all of both and has the sum of their areas sees nothing else.
-    """
-    q = slice(min(a.q.start, b.q.start), max(a.q.stop, b.q.stop))
-    k = slice(min(a.k.start, b.k.start), max(a.k.stop, b.k.stop))
-    a_band, b_band = (t.band.shift((t.k.start - k.start) - (t.q.start - q.start)) for t in (a, b))
-    lowest = min(t.k.start - t.q.stop + 1 for t in (a, b)) - k.start + q.start  # the offsets of their corners, which
-    highest = max(t.k.stop - 1 - t.q.start for t in (a, b)) - k.start + q.start  # bind where a trimmed bound did not
-    lows, highs = {a_band.lo, b_band.lo, lowest}, {a_band.hi, b_band.hi, highest}
-    for band in (Band(lo, hi) for lo in lows for hi in highs):
-        if area(q.stop - q.start, k.stop - k.start, band) != a.area + b.area:
-            continue
-        if all(_restricted(t, q, k, band) == t.area for t in (a, b)):
-            return trim(Tile(q, k, band))
-    return None
-
-
-def _restricted(tile: Tile, q: slice, k: slice, band: Band) -> int:
-    """How many pairs of `tile` also lie in `band`, which counts from the starts of `q` and `k`."""
-    return Tile(tile.q, tile.k, tile.band & band.shift((k.start - tile.k.start) - (q.start - tile.q.start))).area
+def _complement(bands: Iterable[Band]) -> list[Band]:
+    """What ascending, disjoint bands leave out."""
+    found, start = [], None
+    for band in bands:
+        if band.lo is not None:
+            found.append(Band(start, band.lo - 1))
+        if band.hi is None:
+            return found
+        start = band.hi + 1
+    return [*found, Band(start, None)]
 
 
 def _unite(bands: Iterable[Band]) -> tuple[Band, ...]:
@@ -360,6 +351,53 @@ def _unite(bands: Iterable[Band]) -> tuple[Band, ...]:
         else:
             united.append(band)
     return tuple(united)
+
+
+def _join_regions(regions: Iterable[Region]) -> tuple[Region, ...]:
+    """The same pairs as fewer regions: those that differ in one of bands, queries and keys only, and touch, are one."""
+    found = tuple(region for region in regions if region)
+    count = 0
+    while len(found) > 1 and count != len(found):
+        count = len(found)
+        for field in ("bands", "queries", "keys"):
+            alike: dict[Region, list[Region]] = defaultdict(list)
+            for region in found:
+                alike[replace(region, **{field: (FULL,) if field == "bands" else FULL})].append(region)
+            found = tuple(joined for group in alike.values() for joined in _join_alike(group, field))
+    return found if len(found) < 2 else tuple(sorted(found, key=str))
+
+
+def _join_alike(group: Sequence[Region], field: str) -> Iterator[Region]:
+    """Regions that differ in a field only, as few as that can be."""
+    if field == "bands":
+        yield replace(group[0], bands=tuple(band for region in group for band in region.bands))
+    else:
+        yield from (replace(group[0], **{field: span}) for span in _unite(getattr(region, field) for region in group))
+
+
+def _only_document(span: Band, boundaries: tuple[int, ...]) -> Band | None:
+    """The document that holds a whole span of positions, if one does. Beyond the last boundary there are none."""
+    first = bisect_right(boundaries, span.lo or 0)
+    last = len(boundaries) - 1 if span.hi is None else bisect_right(boundaries, span.hi)
+    if first != min(last, len(boundaries) - 1):
+        return None
+    return _span(boundaries[first - 1], boundaries[first])
+
+
+def _from_zero(span: Band) -> Band:
+    """The same positions, which are not negative."""
+    return Band(span.lo if span.lo and span.lo > 0 else None, span.hi)
+
+
+def _span(start: int, stop: int | None) -> Band:
+    if start < 0 or (stop is not None and stop < start):
+        raise InputError(f"positions start <= i < stop need 0 <= start <= stop, got start={start} and stop={stop}")
+    return Band(start or None, None if stop is None else stop - 1)
+
+
+def _parse_band(text: str) -> Band:
+    lo, hi = text.split(":")
+    return Band(int(lo) if lo else None, int(hi) if hi else None)
 
 
 def _brief(values: Sequence[int]) -> str:

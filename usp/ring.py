@@ -18,9 +18,10 @@ from torch import Tensor
 from usp import kernels, transports
 from usp.heads import HeadRun, runs
 from usp.kernels.base import Kernel
-from usp.mask import Mask, Tile
+from usp.mask import Mask
 from usp.merge import Accumulator, Sum, accumulation_dtype
 from usp.schedule import Schedule
+from usp.tiles import Tile
 from usp.transports.base import Group, Stop, Transport
 from usp.transports.p2p import resolve
 

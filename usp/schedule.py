@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from usp import layouts
-from usp.mask import Mask, Tile, extent, pairs, reach, tiles
+from usp.mask import Mask
 from usp.positions import Positions, count
+from usp.tiles import Tile, extent, pairs, reach, tiles
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class _Ring:
         held: positions of every rank.
         extents: where they begin and end.
         shapes: a number for every rank, equal where positions differ by a shift only.
-        absolute: whether more than the distance of two ranks decides what one sees of the other: documents.
+        absolute: whether more than the distance of two ranks decides what one sees of the other.
     """
 
     held: tuple[Positions, ...]
@@ -118,7 +119,7 @@ def _ring(schedule: Schedule) -> _Ring:
         for runs, (first, _) in zip(held, extents, strict=True)
     )
     numbered = tuple(numbers.setdefault(shape, len(numbers)) for shape in shapes)
-    return _Ring(held, extents, numbered, bool(schedule.mask.boundaries))
+    return _Ring(held, extents, numbered, not schedule.mask.relative)
 
 
 @lru_cache(maxsize=1024)

@@ -120,7 +120,7 @@ def check_length(given: int, seq_len: int, topology: Topology, layout: str, name
 
 
 def _schedule(seq_len: int, topology: Topology, layout: str) -> Schedule:
-    return Schedule(Mask(), layout, seq_len, topology.ring.degree)
+    return Schedule(Mask.full(), layout, seq_len, topology.ring.degree)
 
 
 def _dimension(x: Tensor, dim: int) -> int:

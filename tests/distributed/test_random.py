@@ -28,7 +28,7 @@ def draw(seed: int) -> tuple[int, Case]:
             Mask.window(pick.randint(0, seq_len), 0),
             Mask.window(pick.randint(0, seq_len), pick.randint(0, seq_len)),
             Mask.window(None, pick.randint(0, 9)),
-            Mask((Band(None, -pick.randint(1, 20)), Band(0, pick.randint(0, 5)))),  # a gap beside the diagonal
+            Mask.offsets(Band(None, -pick.randint(1, 20)), Band(0, pick.randint(0, 5))),  # a gap beside the diagonal
         ]
     )
     if pick.random() < 0.4:
@@ -39,7 +39,7 @@ def draw(seed: int) -> tuple[int, Case]:
     return world, Case(
         ulysses,
         ring,
-        max(seq_len, 64) if half and not mask.boundaries else seq_len,  # one rounding is a large share of few numbers
+        max(seq_len, 64) if half and mask.relative else seq_len,  # one rounding is a large share of few numbers
         str(mask),
         pick.choice(["contiguous", "zigzag", "striped"]),
         heads,

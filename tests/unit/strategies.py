@@ -7,8 +7,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from usp import layouts
-from usp.mask import Band, Mask, Tile
+from usp.mask import Band, Mask, Region
 from usp.positions import Positions
+from usp.tiles import Tile
 
 
 def examples(number: int) -> settings:
@@ -33,12 +34,37 @@ def boundaries(draw: st.DrawFn, total: int) -> tuple[int, ...]:
 
 
 @st.composite
+def spans(draw: st.DrawFn, total: int) -> tuple[int, int | None]:
+    start = draw(st.integers(0, total))
+    return start, draw(st.none() | st.integers(start, total))
+
+
+@st.composite
+def unions(draw: st.DrawFn, total: int, reach: int = 12) -> Mask:
+    """Masks of several regions: the named ones, and what `&` and `|` make of any."""
+    one = masks(total, reach)
+    count = st.integers(0, total)
+    named = (
+        st.builds(Mask.prefix_lm, count)
+        | st.builds(Mask.streaming, count, count)
+        | st.builds(Mask.longformer, count, count)
+        | st.builds(Mask.chunks, st.integers(1, total), st.just(total))
+        | spans(total).map(lambda span: Mask.keys(*span))
+        | spans(total).map(lambda span: Mask.queries(*span))
+    )
+    mask = draw(one | named)
+    for other in draw(st.lists(one | named, max_size=2)):
+        mask = mask | other if draw(st.booleans()) else mask & other
+    return mask
+
+
+@st.composite
 def masks(draw: st.DrawFn, total: int | None = None, reach: int = 12) -> Mask:
     """The masks people use, and arbitrary unions of bands; with documents over `total` tokens at times."""
     mask = draw(
         st.sampled_from([Mask.full(), Mask.causal()])
         | st.builds(Mask.window, st.integers(-1, reach), st.integers(-1, reach))
-        | st.lists(any_bands(reach), max_size=3).map(lambda bands: Mask(tuple(bands)))
+        | st.lists(any_bands(reach), max_size=3).map(lambda bands: Mask.offsets(*bands))
     )
     if total and draw(st.booleans()):
         mask &= Mask.cu_seqlens(draw(boundaries(total)))
@@ -69,8 +95,13 @@ def in_band(band: Band, offset: int) -> bool:
 
 def sees(mask: Mask, i: int, j: int) -> bool:
     """Whether query i sees key j, from the definition."""
-    same = bisect_right(mask.boundaries, i) == bisect_right(mask.boundaries, j)
-    return same and any(in_band(band, j - i) for band in mask.bands)
+    return any(_in_region(region, i, j) for region in mask.regions)
+
+
+def _in_region(region: Region, i: int, j: int) -> bool:
+    same = bisect_right(region.boundaries, i) == bisect_right(region.boundaries, j)
+    inside = in_band(region.queries, i) and in_band(region.keys, j)
+    return same and inside and any(in_band(band, j - i) for band in region.bands)
 
 
 def visible(mask: Mask, queries: list[int], keys: list[int]) -> np.ndarray:

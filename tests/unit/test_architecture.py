@@ -14,8 +14,8 @@ ROOT = Path(usp.__file__).parent
 SOURCES = sorted(ROOT.rglob("*.py"))
 
 LAYERS = {
-    "errors": 0, "positions": 0, "mask": 0, "schedule": 0, "heads": 0, "placement": 0, "plugins": 0, "layouts": 0,
-    "planner": 0,
+    "errors": 0, "positions": 0, "mask": 0, "tiles": 0, "schedule": 0, "heads": 0, "placement": 0, "plugins": 0,
+    "layouts": 0, "planner": 0,
     "merge": 1, "kernels": 1,
     "agreement": 2, "topology": 2, "all_to_all": 2, "transports": 2,
     "ring": 3, "shard": 3, "attention": 3,

@@ -19,10 +19,11 @@ from usp.cli import tile_plot
 from usp.cli.app import app
 from usp.cli.explain import BUDGET, Explanation, LayoutTime, best, compare, explanation, summary
 from usp.cli.mask_options import describe_mask, mask_fields
-from usp.mask import Band, Mask, Tile
+from usp.mask import Band, Mask
 from usp.planner.spec import Workload
 from usp.planner.survey import survey
 from usp.schedule import Schedule
+from usp.tiles import Tile
 
 MASKS = {
     "full": lambda total: Mask.full(),
@@ -30,7 +31,7 @@ MASKS = {
     "window": lambda total: Mask.causal() & Mask.window(5, 0),
     "two-sided": lambda total: Mask.window(3, 2),
     "documents": lambda total: Mask.causal() & Mask.documents([3, total - 9, 6]),
-    "nothing": lambda total: Mask(()),
+    "nothing": lambda total: Mask.offsets(),
 }
 every_case = pytest.mark.parametrize(
     ("layout", "mask", "ring_degree"),
@@ -120,7 +121,7 @@ def test_the_best_layout_is_the_fastest_and_then_the_one_of_fewest_calls():
 
 
 def test_nothing_to_see_waits_for_nobody():
-    told = explanation(s := Schedule(Mask(()), "zigzag", 8, 2), survey(s, BUDGET))
+    told = explanation(s := Schedule(Mask.offsets(), "zigzag", 8, 2), survey(s, BUDGET))
     assert (told.balance, told.waiting, told.better_layout, told.hops_moved) == (None, 0, None, 0)
 
 

@@ -20,7 +20,8 @@ from usp.kernels._windows import _parts
 from usp.kernels.base import Call
 from usp.kernels.flash_attn import FlashAttn
 from usp.kernels.reference import Reference
-from usp.mask import Band, Tile, trim
+from usp.mask import Band
+from usp.tiles import Tile, trim
 
 FLASH3_FWD = (
     "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new{none}, Tensor(v_new!)? v_new{none}, Tensor? q_v{none}, "

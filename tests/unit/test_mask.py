@@ -1,5 +1,7 @@
 """Bands, masks and tiles against their definitions, pair by pair."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -18,11 +20,18 @@ from tests.unit.strategies import (
     pairs,
     run_sets,
     sees,
+    unions,
     visible,
 )
 from usp import layouts
 from usp.errors import InputError
-from usp.mask import CAUSAL, FULL, Band, Mask, Tile, area, blocks, tiles, trim
+from usp.mask import CAUSAL, FULL, Band, Mask, Region
+from usp.tiles import Tile, area, blocks, reach, tiles, trim
+
+
+def bands_of(mask: Mask) -> tuple[Band, ...]:
+    return mask.regions[0].bands if mask.regions else ()
+
 
 OFFSETS = range(-30, 31)
 """Beyond every finite bound that the strategies draw."""
@@ -54,37 +63,36 @@ def test_band_algebra(a, b, by):
 
 
 def test_masks_by_hand():
-    assert Mask() == Mask.full() == Mask.window(None, None) == Mask.window(-1, -1)
-    assert Mask.causal() == Mask((CAUSAL,)) == Mask.window(-1, 0)
-    assert Mask.window(4, 0).bands == (Band(-4, 0),)
-    assert Mask.window(None, 3).bands == (Band(None, 3),)
+    assert Mask.full() == Mask.window(None, None) == Mask.window(-1, -1)
+    assert Mask.causal() == Mask.offsets(CAUSAL) == Mask.window(-1, 0)
+    assert Mask.window(4, 0) == Mask.offsets(Band(-4, 0))
+    assert Mask.window(None, 3) == Mask.offsets(Band(None, 3))
     assert Mask.window(3, 5) & Mask.causal() == Mask.window(3, 0)
-    assert Mask.documents([3, 5]).boundaries == (0, 3, 8)
-    assert (Mask.causal() & Mask.documents([3, 5])) == Mask((CAUSAL,), (0, 3, 8))
+    assert Mask.documents([3, 5]).regions == (Region((FULL,), (0, 3, 8), FULL, FULL),)
+    assert (Mask.causal() & Mask.documents([3, 5])) == Mask((Region((CAUSAL,), (0, 3, 8), FULL, FULL),))
 
 
 def test_text_by_hand():
-    mask = Mask((Band(-6, -4), Band(0, 0), Band(3, None)), (0, 3, 8))
+    mask = Mask.offsets(Band(-6, -4), Band(0, 0), Band(3, None)) & Mask.cu_seqlens((0, 3, 8))
     assert str(mask) == "-6:-4+0:0+3:@0,3,8"
-    assert str(Mask.full()) == ":" and str(Mask.causal()) == ":0" and str(Mask(())) == "nothing"
-    assert str(Mask((), (0, 4))) == "nothing@0,4"
+    assert str(Mask.full()) == ":" and str(Mask.causal()) == ":0" and str(Mask.offsets()) == "nothing"
 
 
 def test_overlapping_and_touching_bands_are_united():
-    assert Mask((Band(3, 5), Band(-2, 0), Band(-1, 2))).bands == (Band(-2, 5),)
-    assert Mask((Band(-2, 0), Band(2, 4))).bands == (Band(-2, 0), Band(2, 4))
-    assert Mask((Band(None, -1), Band(0, None))) == Mask.full()
-    assert Mask((Band(5, 3),)) == Mask(())
+    assert Mask.offsets(Band(3, 5), Band(-2, 0), Band(-1, 2)) == Mask.offsets(Band(-2, 5))
+    assert Mask.offsets(Band(2, 4), Band(-2, 0)).regions[0].bands == (Band(-2, 0), Band(2, 4))
+    assert Mask.offsets(Band(None, -1), Band(0, None)) == Mask.full()
+    assert Mask.offsets(Band(5, 3)) == Mask.offsets()
 
 
 @examples(200)
 @given(st.lists(any_bands(), max_size=5))
 def test_the_constructor_unites_bands_into_a_normal_form(bands):
-    mask = Mask(tuple(bands))
+    found = bands_of(Mask.offsets(*bands))
     for offset in OFFSETS:
-        assert any(in_band(band, offset) for band in mask.bands) == any(in_band(band, offset) for band in bands)
-    assert all(mask.bands), "an empty band is kept"
-    for a, b in zip(mask.bands, mask.bands[1:], strict=False):
+        assert any(in_band(band, offset) for band in found) == any(in_band(band, offset) for band in bands)
+    assert all(found), "an empty band is kept"
+    for a, b in pairwise(found):
         assert a.hi is not None and b.lo is not None and a.hi + 1 < b.lo, f"{a} and {b} overlap or touch"
 
 
@@ -96,8 +104,8 @@ def test_equal_offsets_are_equal_masks(bands, data):
     for band in data.draw(st.permutations(bands)):
         cut = data.draw(st.integers(-12, 12))
         pieces += [band & Band(None, cut), band & Band(cut + 1, None)] if data.draw(st.booleans()) else [band]
-    assert Mask(tuple(pieces)) == Mask(tuple(bands))
-    assert hash(Mask(tuple(pieces))) == hash(Mask(tuple(bands)))
+    assert Mask.offsets(*pieces) == Mask.offsets(*bands)
+    assert hash(Mask.offsets(*pieces)) == hash(Mask.offsets(*bands))
 
 
 @examples(150)
@@ -110,6 +118,52 @@ def test_and_sees_what_both_see(data, total):
             assert sees(both, i, j) == (sees(a, i, j) and sees(b, i, j)), (i, j)
     assert both == b & a
     assert a & a == a and a & Mask.full() == a
+
+
+@examples(150)
+@given(st.data(), st.integers(1, 12))
+def test_and_or_of_any_masks(data, total):
+    a, b = data.draw(unions(total)), data.draw(unions(total))
+    tokens = list(range(total))
+    seen_a, seen_b = (visible(mask, tokens, tokens) for mask in (a, b))
+    np.testing.assert_array_equal(visible(a & b, tokens, tokens), seen_a & seen_b)
+    np.testing.assert_array_equal(visible(a | b, tokens, tokens), seen_a | seen_b)
+    for mask in (a & b, a | b):
+        held = [visible(Mask((region,)), tokens, tokens) for region in mask.regions]
+        assert sum(held, np.zeros_like(seen_a)).max(initial=0) <= 1, "regions overlap"
+        assert Mask.parse(str(mask)) == mask and " " not in str(mask)
+
+
+def test_named_masks_by_hand():
+    """Rows are queries, columns keys."""
+    by_hand = {
+        Mask.prefix_lm(3): ("11100", "11100", "11100", "11110", "11111"),
+        Mask.streaming(1, 1): ("10000", "11000", "11100", "10110", "10011"),
+        Mask.longformer(1, 1): ("11111", "11100", "11110", "10111", "10011"),
+        Mask.chunks(2, 5) & Mask.causal(): ("10000", "11000", "00100", "00110", "00001"),
+        Mask.keys(1, 4): ("01110",) * 5,
+        Mask.queries(3, None) & Mask.causal(): ("00000", "00000", "00000", "11110", "11111"),
+        Mask.documents([2, 3]) | Mask.window(0, 1): ("11000", "11100", "00111", "00111", "00111"),
+        Mask.documents([2, 3]) | Mask.documents([3, 2]): ("11100", "11100", "11111", "00111", "00111"),
+        Mask.documents([5]) | Mask.documents([2, 3]): ("11111",) * 5,
+    }
+    tokens = list(range(5))
+    for mask, rows in by_hand.items():
+        np.testing.assert_array_equal(visible(mask, tokens, tokens), [[int(bit) for bit in row] for row in rows])
+
+
+def test_text_of_unions_by_hand():
+    assert str(Mask.prefix_lm(4)) == ":0k4:|:k:3"
+    assert str(Mask.streaming(2, 3)) == "-3:0|:-4k:1"
+    assert str(Mask.keys(1, 4) & Mask.documents([5, 3])) == ":q:4k1:3"
+    assert str(Mask.keys(0, None)) == ":" and str(Mask.keys(3, 3)) == "nothing"
+
+
+def test_neighbouring_regions_are_one():
+    assert Mask.keys(0, 3) | Mask.keys(3, 9) == Mask.keys(0, 9)
+    assert Mask.queries(0, 3) | Mask.queries(3, None) == Mask.full()
+    assert Mask.causal() | Mask.offsets(Band(1, None)) == Mask.full()
+    assert Mask.prefix_lm(3) & Mask.keys(0, 3) == Mask.keys(0, 3)
 
 
 @examples(200)
@@ -128,7 +182,7 @@ def test_the_text_tells_masks_apart(a, b):
 def test_a_mask_is_a_frozen_value():
     assert len({Mask.causal(), Mask.window(None, 0), Mask.full(), Mask.full() & Mask.causal()}) == 2
     with pytest.raises(AttributeError, match="cannot assign to field"):
-        Mask.full().bands = ()  # pyright: ignore[reportAttributeAccessIssue]
+        Mask.full().regions = ()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @examples(100)
@@ -170,6 +224,10 @@ def test_boundaries_come_in_the_types_that_users_have(given_as):
             lambda: Mask.documents([3]) & Mask.documents([2, 3]),
             r"^masks with documents of different total length cannot be combined: \[3, 5\]$",
         ),
+        (lambda: Mask.keys(-1, 4), r"^positions start <= i < stop need 0 <= start <= stop, got start=-1 and stop=4$"),
+        (lambda: Mask.queries(5, 4), r"^positions start <= i < stop need 0 <= start <= stop, got start=5 and stop=4$"),
+        (lambda: Mask.prefix_lm(-1), r"^positions start <= i < stop need 0 <= start <= stop, got start=0 and stop=-1$"),
+        (lambda: Mask.chunks(0, 4), r"^chunks need a positive size and seq_len, got size=0 and seq_len=4$"),
         (
             lambda: Mask.documents([3, 5]).check(9),
             r"^the documents add up to 8 tokens and the global sequence has 9; boundaries are GLOBAL",
@@ -251,6 +309,18 @@ def test_blocks_cover_exactly(tile, rows, columns):
 # ---- tiles -----------------------------------------------------------------------------------------------------------
 
 
+@examples(150)
+@given(st.data(), layout_names, st.integers(1, 24), st.integers(1, 5))
+def test_tiles_of_unions(data, layout, seq_len, ring_degree):
+    rank, owner = (data.draw(st.integers(0, ring_degree - 1)) for _ in range(2))
+    q, k = (layouts.load(layout)(seq_len, ring_degree, r) for r in (rank, owner))
+    mask = data.draw(unions(seq_len))
+    assert_exact(q, k, mask)
+    start, stop = reach(q, mask)
+    seen = visible(mask, flat(q), list(range(seq_len))).any(0).nonzero()[0]
+    assert all(start <= key < stop for key in seen)
+
+
 def assert_exact(q, k, mask):
     """Each visible pair lies in exactly one tile, no other pair in any, and every tile is ready for a kernel."""
     found = tiles(q, k, mask)
@@ -289,7 +359,7 @@ def test_tiles_by_hand():
     assert tiles(q, k, Mask.causal()) == (Tile(slice(2, 4), slice(0, 4), FULL),)
     assert tiles(k, q, Mask.causal()) == (Tile(slice(0, 4), slice(0, 2), FULL),)
     assert tiles(q, q, Mask.causal()) == (Tile(slice(0, 4), slice(0, 4), CAUSAL),)
-    assert tiles(q, k, Mask(())) == ()
+    assert tiles(q, k, Mask.offsets()) == ()
     striped = (range(0, 8, 2),), (range(1, 8, 2),)
     assert tiles(striped[1], striped[0], Mask.causal()) == (Tile(slice(0, 4), slice(0, 4), CAUSAL),)
     assert tiles(striped[0], striped[1], Mask.causal()) == (Tile(slice(1, 4), slice(0, 3), CAUSAL),)

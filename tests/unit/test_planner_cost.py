@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.unit.strategies import examples, flat, layout_names, masks, visible
 from usp.errors import InputError
-from usp.mask import CAUSAL, FULL, Band, Mask, Tile
+from usp.mask import CAUSAL, FULL, Band, Mask
 from usp.placement import columns, place, rows
 from usp.planner import hardware
 from usp.planner.cost import (
@@ -32,6 +32,7 @@ from usp.planner.spec import ClusterSpec, DeviceSpec, KernelSpeed, LinkSpec, Mod
 from usp.planner.survey import survey
 from usp.planner.traffic import Layer, Shape
 from usp.schedule import Schedule
+from usp.tiles import Tile
 
 UNIT = 2 * (128 + 128) / 1e12
 """Seconds of a visible pair: a product with a key and one with a value, each of 128 multiplications and additions."""

@@ -399,8 +399,8 @@ def test_devices_of_a_cluster():
 def test_masks_of_a_workload():
     assert Workload.read({"seq_len": 8}).mask == Mask.causal()
     assert Workload.read({"seq_len": 8, "is_causal": False}).mask == Mask.full()
-    assert Workload.read({"seq_len": 8, "window_size": [3, -1]}).mask == Mask((Band(-3, 0),))
-    assert Workload.read({"seq_len": 8, "is_causal": False, "window_size": [3, 2]}).mask == Mask((Band(-3, 2),))
+    assert Workload.read({"seq_len": 8, "window_size": [3, -1]}).mask == Mask.offsets(Band(-3, 0))
+    assert Workload.read({"seq_len": 8, "is_causal": False, "window_size": [3, 2]}).mask == Mask.offsets(Band(-3, 2))
     assert Workload.read({"seq_len": 8, "documents": [5, 3]}).mask == Mask.causal() & Mask.documents([5, 3])
 
 

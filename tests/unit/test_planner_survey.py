@@ -124,7 +124,7 @@ def test_a_window_ends_the_hops():
 
 
 def test_nothing_to_see():
-    found = survey(Schedule(Mask(()), "zigzag", 16, 4), EVERYTHING)
+    found = survey(Schedule(Mask.offsets(), "zigzag", 16, 4), EVERYTHING)
     assert (found.hops, found.slowest, found.waiting) == (((0, 1),), 0, 0.0)
     assert found.slowest_tiles(0) == ()
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from usp.errors import InputError
-from usp.mask import FULL, Tile, tiles, trim
+from usp.mask import FULL
 from usp.positions import Positions, take
 from usp.schedule import Schedule
+from usp.tiles import Tile, tiles, trim
 
 ANCHORS = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
 """Red, green, blue of five points of matplotlib's viridis, which people of any colour vision see as an order."""

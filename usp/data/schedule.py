@@ -83,7 +83,7 @@ class ContextStage(Spec):
                 f"degrees of 1 or more are needed for the stage of {self.seq_len} tokens, got ulysses_degree={ulysses} "
                 f"and ring_degree={ring}: give them here or in the stage"
             )
-        longest = max(Schedule(Mask(), self.layout or "contiguous", self.seq_len, ring).lengths)
+        longest = max(Schedule(Mask.full(), self.layout or "contiguous", self.seq_len, ring).lengths)
         return -(-longest // ulysses)
 
     def inverse_frequencies(self, head_dim: int) -> tuple[float, ...]:

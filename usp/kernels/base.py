@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from usp.mask import Band, Tile, trim
+from usp.mask import Band
 from usp.merge import accumulation_dtype
+from usp.tiles import Tile, trim
 
 Result = tuple[Tensor, Tensor]
 """What attention returns: output and lse."""

@@ -8,8 +8,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from usp.kernels.base import Call, Kernel, Result, hidden_by
-from usp.mask import Band, Tile, blocks
+from usp.mask import Band
 from usp.merge import accumulation_dtype, merge_
+from usp.tiles import Tile, blocks
 
 
 class Reference(Kernel):

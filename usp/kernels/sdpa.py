@@ -15,8 +15,9 @@ from typing_extensions import override
 
 from usp.kernels._windows import Window, WindowKernel, same_head_dim
 from usp.kernels.base import Call, Kernel, Result, hidden_by
-from usp.mask import CAUSAL, FULL, Band, Tile, blocks
+from usp.mask import CAUSAL, FULL, Band
 from usp.merge import accumulation_dtype
+from usp.tiles import Tile, blocks
 
 aten = torch.ops.aten
 

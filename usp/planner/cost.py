@@ -14,11 +14,11 @@ from math import log
 from typing import Literal
 
 from usp.heads import groups, runs
-from usp.mask import Tile
 from usp.planner.spec import ClusterSpec, DeviceSpec, LinkSpec
 from usp.planner.survey import survey
 from usp.planner.traffic import Layer, Shape, bytes_all_to_all
 from usp.schedule import Schedule
+from usp.tiles import Tile
 
 BACKWARD_FLOPS = 2.5
 """FLOPs of the backward pass over those of the forward pass: five matrix products, where forward has two."""

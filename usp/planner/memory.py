@@ -214,7 +214,7 @@ class _Rank:
         """Whether attention is one kernel call, whose result needs no accumulator."""
         shape, ulysses_degree = self.layer.shape, self.layer.ulysses_degree
         pieces = runs(groups(shape.heads, shape.kv_heads, ulysses_degree, self.places[1]))
-        return not self.hops and not self.layer.schedule.mask.boundaries and len(pieces) == 1
+        return not self.hops and len(self.layer.schedule.tiles(0, 0)) == 1 and len(pieces) == 1
 
     @property
     def messages(self) -> int:

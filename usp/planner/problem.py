@@ -5,13 +5,14 @@ from functools import cached_property
 from typing import Literal
 
 from usp.errors import InputError
-from usp.mask import Mask, pairs
+from usp.mask import Mask
 from usp.placement import columns, place, rows
 from usp.planner.cost import BUDGET, Machine, span
 from usp.planner.spec import ClusterSpec, ModelSpec, Workload
 from usp.planner.survey import survey
 from usp.planner.traffic import Layer, Shape
 from usp.schedule import Schedule
+from usp.tiles import pairs
 
 MOST_DEVICES = 2**14
 """Devices of the largest cluster that is planned for: every one is placed."""

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import isqrt
 
-from usp.mask import Tile
 from usp.positions import split
 from usp.schedule import Schedule
+from usp.tiles import Tile
 
 ENOUGH_RANKS = 16
 """A sample holds about as many ranks as hops, up to that many ranks; more if there is room for all hops."""
@@ -77,12 +77,15 @@ def survey(schedule: Schedule, budget: int) -> Survey:
 
 def _pieces(schedule: Schedule) -> int:
     """Pairs of pieces that the tiles of two ranks are made from, about: runs of one by stretches of the other."""
-    positions, boundaries = schedule.positions(schedule.ring_degree // 2), schedule.mask.boundaries
-    runs = [run for run in positions if run]
-    stretches = (
-        min(len(run), bisect_right(boundaries, run[-1]) - bisect_right(boundaries, run[0]) + 1) for run in runs
+    runs = [run for run in schedule.positions(schedule.ring_degree // 2) if run]
+
+    def stretches(run: range, boundaries: tuple[int, ...]) -> int:
+        return min(len(run), bisect_right(boundaries, run[-1]) - bisect_right(boundaries, run[0]) + 1)
+
+    return max(
+        1,
+        len(runs) * sum(len(r.bands) * stretches(run, r.boundaries) for r in schedule.mask.regions for run in runs),
     )
-    return max(1, len(runs) * sum(stretches) * len(schedule.mask.bands))
 
 
 def _spread(total: int, number: int) -> tuple[int, ...]:
