@@ -3,49 +3,39 @@
 Ulysses outside, Ring inside: an all-to-all turns sequence shards into head shards, a ring of attention runs over the
 sequence of the whole Ulysses group, and a second all-to-all turns the output back.
 
-B batch, S_local this rank's tokens, H query heads, G kv heads, D head_dim of q and k, E head_dim of v.
+B batch, S_local this rank's tokens, K_local its keys (S_local, but in cross attention), T joint tokens, H query heads,
+G kv heads, D head_dim of q and k, E head_dim of v.
 """
 
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from usp import kernels, layouts, transports
 from usp.all_to_all import Deal, all_to_all
+from usp.arguments import (
+    QKV,
+    AttentionOptions,
+    check_joint,
+    check_options,
+    check_tensors,
+    masks_of,
+    plain_heads,
+)
 from usp.errors import InputError, TopologyError, USPError
-from usp.heads import groups
+from usp.heads import groups, share
 from usp.kernels.base import Call
-from usp.mask import Band, Mask, Region
-from usp.positions import split
+from usp.mask import Mask
+from usp.positions import part_of, split
 from usp.ring import Recipe, ring_attention
 from usp.schedule import Schedule
 from usp.shard import check_length
 from usp.topology import Topology
-
-
-class MaskOptions(TypedDict, total=False):
-    """Which keys a query sees, in the words of SDPA and flash-attention, or as a `usp.Mask`.
-
-    Attributes:
-        is_causal: hide later keys.
-        window_size: (left, right) keys that are seen on either side; -1 or None for no bound.
-        cu_seqlens: cumulative boundaries of packed documents over the GLOBAL sequence, (0, ..., seq_len).
-        mask: the general form, instead of the three above.
-        dropout_p: refused unless 0.
-        enable_gqa: grouped-query attention follows from the shapes; False refuses kv heads that differ from the heads.
-    """
-
-    is_causal: bool
-    window_size: tuple[int | None, int | None]
-    cu_seqlens: Sequence[int] | Tensor
-    mask: Mask
-    dropout_p: float
-    enable_gqa: bool
 
 
 @dataclass(frozen=True)
@@ -132,28 +122,31 @@ class USPAttention(nn.Module):
         *,
         seq_len: int | None = None,
         return_lse: bool = False,
-        **which: Unpack[MaskOptions],
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        **options: Unpack[AttentionOptions],
+    ) -> Tensor | tuple[Tensor, ...]:
         """Attention of this rank's queries to the keys of the whole sequence. Collective over the ranks that share it.
 
         Args:
-            query: (B, S_local, H, D), any floating dtype.
-            key: (B, S_local, G, D), H a multiple of G.
-            value: (B, S_local, G, E).
-            seq_len: global number of tokens; may be left out where every rank has the same number.
+            query: (B, S_local, H, D), any floating dtype; or packed, (S_local, H, D).
+            key: (B, K_local, G, D), H a multiple of G; or (K_local, G, D).
+            value: (B, K_local, G, E); or (K_local, G, E).
+            seq_len: global number of tokens, joint ones not counted; may be left out where every rank has the same
+                number.
             return_lse: also return the log-sum-exp of the scores.
-            **which: which keys a query sees, see `MaskOptions`: is_causal, window_size, cu_seqlens, or mask.
+            **options: which keys a query sees, see `MaskOptions`: is_causal, window_size, cu_seqlens, or mask; changes
+                of the scores, cross attention and joint tokens, see `AttentionOptions`.
 
         Returns:
-            (B, S_local, H, E) in query's dtype; with `return_lse` also (B, S_local, H), float32 (float64 for float64),
-            natural log, -inf for a query that sees nothing.
+            (B, S_local, H, E) in query's dtype, and with joint tokens (B, T, H, E), the same on every rank; with
+            `return_lse` then (B, S_local, H), float32 (float64 for float64), natural log, -inf for a query that sees
+            nothing, and with joint tokens (B, T, H). Without B where query has none.
 
         Raises:
             InputError: an argument that cannot be right; found before any communication.
             KernelError: no kernel takes the call; the message has each one's reason.
             AgreementError: the ranks called with different arguments.
         """
-        return _attend((query, key, value), self.config, seq_len, return_lse, which)
+        return _attend((query, key, value), self.config, seq_len, return_lse, options)
 
     def extra_repr(self) -> str:
         """What `print(module)` shows."""
@@ -173,70 +166,194 @@ def attention(
     scale: float | None = None,
     seq_len: int | None = None,
     return_lse: bool = False,
-    **which: Unpack[MaskOptions],
-) -> Tensor | tuple[Tensor, Tensor]:
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, ...]:
     """`USPAttention` as a function: see its constructor and `forward` for arguments, results and errors.
 
     A model asks for a particular kernel or transport through `USPAttention`.
     """
-    return _attend((query, key, value), _Config.of(topology, layout, scale=scale), seq_len, return_lse, which)
+    return _attend((query, key, value), _Config.of(topology, layout, scale=scale), seq_len, return_lse, options)
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """How the queries, or the keys, of a call are dealt.
+
+    Attributes:
+        layout: by which layout, the joint tokens included.
+        seq_len: their global number, the joint tokens included.
+        lengths: those of the shards of this rank's Ulysses group, without the joint tokens.
+        joint: number of joint tokens.
+        front: whether those come first.
+    """
+
+    layout: str
+    seq_len: int
+    lengths: tuple[int, ...]
+    joint: int = 0
+    front: bool = True
 
 
 def _attend(
-    qkv: tuple[Tensor, Tensor, Tensor], config: _Config, seq_len: int | None, return_lse: bool, which: MaskOptions
-) -> Tensor | tuple[Tensor, Tensor]:
-    topology, ulysses, ring = config.topology, config.topology.ulysses, config.topology.ring
+    qkv: QKV, config: _Config, seq_len: int | None, return_lse: bool, options: AttentionOptions
+) -> Tensor | tuple[Tensor, ...]:
+    topology, ulysses = config.topology, config.topology.ulysses
     try:
-        _check_tensors(*qkv, ulysses.degree, topology.sequence_degree)
-        _check_options(qkv, which)
-        local, compiling = qkv[0].shape[1], torch.compiler.is_compiling()
-        equal = local * topology.sequence_degree
-        if compiling and (seq_len is None or seq_len == equal):  # both may be symbolic: one program for all lengths
-            seq_len, lengths = equal, (local,) * ulysses.degree
-        else:
-            seq_len = index(equal if seq_len is None else seq_len)
-            lengths = _lengths(topology, config.layout, seq_len, index(local))
-        mask, boundaries = _mask(which)
-        mask.check(seq_len)
-        recipe = _recipe(qkv, config, mask)
+        qkv, options, packed = _as_batch(qkv, options)
+        check_tensors(*qkv, ulysses.degree, topology.sequence_degree, "kv_seq_len" in options)
+        check_options(*qkv[:2], options)
+        check_joint(*qkv, options)
+        masks, boundaries = masks_of(options, qkv[0].shape[0])
+        queries, keys = _sides(qkv, config, seq_len, options, () if boundaries is not None else masks)
+        for mask in masks:
+            mask.check(queries.seq_len)
+        recipe = _recipe(qkv, config, (queries, keys), masks, options)
     except USPError as error:
         topology.object(error)
         raise
-    topology.confirm(_facts(qkv, recipe, seq_len, ulysses.degree))
-    _recommend_balance(config, mask)
+    topology.confirm(_facts(qkv, recipe, (queries, keys), ulysses.degree, options))
+    _recommend_balance(config, masks)
 
-    heads, kv_heads = _heads(qkv)
-    query, key, value = all_to_all(qkv, Deal(heads, (heads, kv_heads, kv_heads), lengths), True, ulysses.group)
-    out, lse = ring_attention(query, key, value, recipe, seq_len, ring.group, boundaries)
-    back = Deal(heads, (heads,), lengths)
-    (out,) = all_to_all([out], back, False, ulysses.group)
-    if not return_lse:
-        return out
-    (lse,) = all_to_all([lse.unsqueeze(-1)], back, False, ulysses.group)
-    return out, lse.squeeze(-1)
+    heads, kv_heads = plain_heads(*qkv[:2])
+    if keys is queries:
+        query, key, value = _to_heads(
+            qkv, queries, Deal(heads, (heads, kv_heads, kv_heads), queries.lengths), options, topology
+        )
+    else:
+        (query,) = all_to_all(qkv[:1], Deal(heads, (heads,), queries.lengths), True, ulysses.group)
+        key, value = all_to_all(qkv[1:], Deal(heads, (kv_heads, kv_heads), keys.lengths), True, ulysses.group)
+    mine = share(heads, heads, ulysses.degree, ulysses.rank)
+    more = [t[mine.start : mine.stop] for t in _more(options).values()]
+    seq_lens = [queries.seq_len] if keys is queries else [queries.seq_len, keys.seq_len]
+    out, lse = ring_attention([query, key, value, *more], recipe, seq_lens, topology.ring.group, boundaries)
+    results = _to_rows(out, queries, heads, topology)
+    if return_lse:
+        results += [part.squeeze(-1) for part in _to_rows(lse.unsqueeze(-1), queries, heads, topology)]
+    results = [t.squeeze(0) for t in results] if packed else results
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _as_batch(qkv: QKV, options: AttentionOptions) -> tuple[QKV, AttentionOptions, bool]:
+    """Tensors that came packed, (S_local, H, D), as a batch of one; and whether they did."""
+    if any(t.ndim != 3 for t in (*qkv, *options.get("joint", ()))):
+        return qkv, options, False
+    query, key, value = (t.unsqueeze(0) for t in qkv)
+    if (joint := options.get("joint")) is not None:
+        joint_query, joint_key, joint_value = (t.unsqueeze(0) for t in joint)
+        options = {**options, "joint": (joint_query, joint_key, joint_value)}
+    return (query, key, value), options, True
+
+
+def _sides(
+    qkv: QKV, config: _Config, seq_len: int | None, options: AttentionOptions, masks: Sequence[Mask]
+) -> tuple[_Tokens, _Tokens]:
+    """How queries and keys are dealt: one object where they are the same tokens."""
+    query, key, _ = qkv
+    joint, layout = options.get("joint"), config.layout
+    if layouts.needs_mask(layout) and (len(masks) != 1 or joint is not None or "kv_seq_len" in options):
+        raise InputError(
+            f"the {layout} layout deals tokens by the mask, and needs one for the whole batch, with known boundaries, "
+            "of one sequence without joint tokens"
+        )
+    mask = str(masks[0]) if layouts.needs_mask(layout) else ":"
+    queries = _tokens(config, layout, seq_len, query, "query", mask)
+    if joint is not None:
+        count, front = index(joint[0].shape[1]), options.get("joint_strategy") != "rear"
+        sections = (f"contiguous:{count}", layout) if front else (layout, f"contiguous:{count}")
+        queries = _Tokens("+".join(sections), queries.seq_len + count, queries.lengths, count, front)
+    if "kv_seq_len" not in options:
+        return queries, queries
+    kv_layout = options.get("kv_layout") or layout
+    layouts.load(kv_layout)
+    return queries, _tokens(config, kv_layout, options["kv_seq_len"], key, "key", mask)
+
+
+def _tokens(config: _Config, layout: str, seq_len: int | None, x: Tensor, name: str, mask: str) -> _Tokens:
+    topology, local = config.topology, x.shape[1]
+    equal = local * topology.sequence_degree
+    if torch.compiler.is_compiling() and (seq_len is None or seq_len == equal):
+        # Both may be symbolic: one program for all lengths.
+        return _Tokens(layout, equal, (local,) * topology.ulysses.degree)
+    seq_len = index(equal if seq_len is None else seq_len)
+    return _Tokens(layout, seq_len, _lengths(topology, layout, seq_len, index(local), name, mask))
 
 
 @torch.compiler.assume_constant_result  # arithmetic on plain values: nothing in it is for the graph
-def _lengths(topology: Topology, layout: str, seq_len: int, local: int) -> tuple[int, ...]:
+def _lengths(topology: Topology, layout: str, seq_len: int, local: int, name: str, mask: str) -> tuple[int, ...]:
     """Tokens of the shards of this rank's Ulysses group. Raises InputError if its own does not have `local`."""
-    check_length(local, seq_len, topology, layout, "query")
-    whole = Schedule(Mask.full(), layout, seq_len, topology.ring.degree).length(topology.ring.rank)
+    parsed = Mask.parse(mask)
+    check_length(local, name, seq_len, topology, layout, parsed)
+    whole = Schedule(parsed, layout, seq_len, topology.ring.degree).length(topology.ring.rank)
     return tuple(len(run) for run in split(whole, topology.ulysses.degree))
 
 
-def _recipe(qkv: tuple[Tensor, Tensor, Tensor], config: _Config, mask: Mask) -> Recipe:
-    query, _, value = qkv
+def _joint_shares(tokens: _Tokens, topology: Topology) -> list[range]:
+    """Which of the joint tokens each rank of this rank's Ulysses group computes."""
+    ring = part_of(tokens.joint, topology.ring.degree, topology.ring.rank)
+    return [ring[run.start : run.stop] for run in split(len(ring), topology.ulysses.degree)]
+
+
+def _to_heads(qkv: QKV, tokens: _Tokens, deal: Deal, options: AttentionOptions, topology: Topology) -> list[Tensor]:
+    """Sequence shards, with this rank's share of the joint tokens, as head shards of the Ulysses group's tokens."""
+    axis, joint = topology.ulysses, options.get("joint")
+    found = all_to_all(qkv, deal, True, axis.group)
+    if joint is None:
+        return found
+    shares = _joint_shares(tokens, topology)
+    mine = slice(shares[axis.rank].start, shares[axis.rank].stop)
+    deal = Deal(deal.heads, deal.totals, tuple(map(len, shares)))
+    parts = all_to_all([t[:, mine] for t in joint], deal, True, axis.group)
+    return [torch.cat(pair if tokens.front else pair[::-1], 1) for pair in zip(parts, found, strict=True)]
+
+
+def _to_rows(x: Tensor, tokens: _Tokens, heads: int, topology: Topology) -> list[Tensor]:
+    """A head shard as this rank's rows; and with joint tokens all rows of those, which every rank gets."""
+    axis = topology.ulysses
+    if not tokens.joint:
+        return all_to_all([x], Deal(heads, (heads,), tokens.lengths), False, axis.group)
+    lengths = tuple(map(len, _joint_shares(tokens, topology)))
+    sizes = [sum(lengths), x.shape[1] - sum(lengths)]
+    joint, rest = x.split(sizes, 1) if tokens.front else x.split(sizes[::-1], 1)[::-1]
+    (rest,) = all_to_all([rest.contiguous()], Deal(heads, (heads,), tokens.lengths), False, axis.group)
+    (joint,) = all_to_all([joint.contiguous()], Deal(heads, (heads,), lengths), False, axis.group)
+    # A head that all ranks use goes to all of them, and comes back as a sum: here all heads are columns of one.
+    rows = joint.flatten(2).unsqueeze(2)
+    by_ring_rank = tuple(len(part) for part in split(tokens.joint, topology.ring.degree))
+    for over, shares in ((axis, lengths), (topology.ring, by_ring_rank)):
+        (rows,) = all_to_all([rows], Deal(over.degree, (1,), shares), True, over.group)
+    return [rest, rows.squeeze(2).unflatten(2, (heads, x.shape[-1]))]
+
+
+def _more(options: AttentionOptions) -> dict[str, Tensor]:
+    """The tensors that follow q, k and v, by the names that a recipe has for them."""
+    given = {"sinks": options.get("sinks"), "slopes": options.get("alibi_slopes")}
+    return {name: t for name, t in given.items() if t is not None}
+
+
+def _recipe(
+    qkv: QKV, config: _Config, sides: tuple[_Tokens, _Tokens], masks: Sequence[Mask], options: AttentionOptions
+) -> Recipe:
+    query, key, value = qkv
     ulysses, ring = config.topology.ulysses, config.topology.ring
     head_dim, v_head_dim = index(query.shape[-1]), index(value.shape[-1])
+    scale, softcap = config.scale, options.get("softcap") or 0.0
+    changes = softcap != 0.0, options.get("alibi_slopes") is not None
+    queries, keys = sides
     return Recipe(
-        mask=str(mask),
-        layout=config.layout,
+        masks=tuple(map(str, masks)),
+        layouts=(queries.layout,) if keys is queries else (queries.layout, keys.layout),
         ring_degree=ring.degree,
         transport=config.transport,
-        kernel=_select(config.candidates, query.device.type, query.dtype, head_dim, v_head_dim),
-        groups=groups(*_heads(qkv), ulysses.degree, ulysses.rank),
-        scale=head_dim**-0.5 if config.scale is None else float.fromhex(config.scale.hex()),
+        kernel=_select(config.candidates, query.device.type, query.dtype, head_dim, v_head_dim, *changes),
+        groups=groups(*plain_heads(query, key), ulysses.degree, ulysses.rank),
+        scores=(head_dim**-0.5 if scale is None else _plain(scale), _plain(softcap)),
+        more=tuple(_more(options)),
     )
+
+
+def _plain(number: float) -> float:
+    """A plain float, also where torch.compile(dynamic=True) would have it symbolic."""
+    return float.fromhex(float(number).hex())
 
 
 @torch.compiler.assume_constant_result
@@ -244,127 +361,41 @@ def _select(candidates: tuple[str, ...], *call: Any) -> str:
     return kernels.select({name: kernels.load(name) for name in candidates}, Call(*call))
 
 
-def _heads(qkv: tuple[Tensor, Tensor, Tensor]) -> tuple[int, int]:
-    """Numbers of query and kv heads: plain ints, also where torch.compile(dynamic=True) would have them symbolic."""
-    return index(qkv[0].shape[2]), index(qkv[1].shape[2])
-
-
-def _facts(qkv: tuple[Tensor, Tensor, Tensor], recipe: Recipe, seq_len: int, ulysses_degree: int) -> dict:
-    """What must be equal on all ranks. Local lengths need not be; `seq_len` decides them."""
+def _facts(
+    qkv: QKV, recipe: Recipe, sides: tuple[_Tokens, _Tokens], ulysses_degree: int, options: AttentionOptions
+) -> dict:
+    """What must be equal on all ranks. Local lengths need not be; the global ones decide them."""
     query, key, value = qkv
+    queries, keys = sides
+    more = _more(options)
     return {
         "batch": query.shape[0],
-        "seq_len": seq_len,
+        "seq_len": queries.seq_len,
+        "kv_seq_len": keys.seq_len,
         "heads": query.shape[2],
         "kv_heads": key.shape[2],
         "head_dim": query.shape[3],
         "v_head_dim": value.shape[3],
         "dtype": query.dtype,
         "device": query.device.type,
-        "mask": recipe.mask,
-        "layout": recipe.layout,
+        "mask": ";".join(recipe.masks),
+        "layout": ";".join(recipe.layouts),
         "ulysses_degree": ulysses_degree,
         "ring_degree": recipe.ring_degree,
         "kernel": recipe.kernel,
         "transport": recipe.transport,
-        "scale": recipe.scale,
-        "requires_grad": torch.is_grad_enabled() and any(t.requires_grad for t in qkv),
+        "scale": recipe.scores[0],
+        "softcap": recipe.scores[1],
+        "more": recipe.more,
+        "requires_grad": torch.is_grad_enabled() and any(t.requires_grad for t in (*qkv, *more.values())),
     }
 
 
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor, ulysses_degree: int, ranks: int) -> None:
-    shapes = {"query": query, "key": key, "value": value}
-    for name, t in shapes.items():
-        if t.ndim != 4:
-            raise InputError(f"{name} must be (batch, sequence, heads, head_dim), got shape {tuple(t.shape)}")
-        if not t.dtype.is_floating_point:
-            raise InputError(f"{name} must have a floating dtype, got {t.dtype}")
-        if (t.dtype, t.device) != (query.dtype, query.device):
-            raise InputError(
-                f"query, key and value must share dtype and device: query has {query.dtype} on {query.device}, "
-                f"{name} has {t.dtype} on {t.device}"
-            )
-    batch, length, heads, head_dim = query.shape
-    kv_heads = key.shape[2]
-    if batch == 0:
-        raise InputError(f"the batch is empty: query has shape {tuple(query.shape)}")
-    if key.shape[:2] != (batch, length) or value.shape[:3] != key.shape[:3] or key.shape[3] != head_dim:
-        raise InputError(
-            "query, key and value must agree in batch and sequence, query and key in head_dim, key and value in heads: "
-            f"got query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-        )
-    if min(heads, kv_heads, head_dim, value.shape[3]) == 0 or heads % kv_heads:
-        raise InputError(
-            f"query has {heads} heads and key/value {kv_heads}: heads must be a multiple of kv heads, above 0"
-        )
-    if heads < ulysses_degree:
-        fits = max(u for u in range(1, heads + 1) if ranks % u == 0)
-        raise InputError(
-            f"query has {heads} heads and ulysses_degree={ulysses_degree} needs one head a rank at least: use "
-            f"ulysses_degree <= {heads}, such as ulysses_degree={fits} with ring_degree={ranks // fits}"
-        )
-
-
-def _check_options(qkv: tuple[Tensor, Tensor, Tensor], which: MaskOptions) -> None:
-    unknown = sorted(set(which) - set(MaskOptions.__annotations__))
-    if unknown:
-        raise TypeError(f"unknown argument {', '.join(unknown)}: there are {', '.join(MaskOptions.__annotations__)}")
-    if which.get("dropout_p", 0.0) != 0.0:
-        raise InputError(
-            f"dropout_p is {which.get('dropout_p')}: attention dropout is not supported (its random numbers would "
-            "have to follow the blocks round the ring); pass 0"
-        )
-    heads, kv_heads = _heads(qkv)
-    if which.get("enable_gqa") is False and heads != kv_heads:
-        raise InputError(f"enable_gqa is False, and query has {heads} heads where key/value have {kv_heads}")
-
-
-def _mask(which: MaskOptions) -> tuple[Mask, Tensor | None]:
-    """The mask; and cu_seqlens apart from it where it is a tensor whose values are not known while compiling."""
-    mask, window, cu_seqlens = which.get("mask"), which.get("window_size"), which.get("cu_seqlens")
-    if mask is not None:
-        also = [
-            name
-            for name in ("is_causal", "window_size", "cu_seqlens")
-            if which.get(name) is not None and which.get(name) is not False
-        ]
-        if also:
-            raise InputError(f"mask and {', '.join(also)} were both given: combine them into one mask with &")
-        if not isinstance(mask, Mask):
-            raise InputError(
-                f"mask must be a usp.Mask, got {type(mask).__name__}: a dense mask cannot be sharded exactly"
-            )
-        if torch.compiler.is_compiling():  # with dynamic=True its numbers may be symbolic
-            mask = Mask(tuple(map(_plain_region, mask.regions)))
-        return mask, None
-    mask = Mask.causal() if which.get("is_causal") else Mask.full()
-    if window is not None:
-        mask &= Mask.window(*map(_plain, window))
-    if isinstance(cu_seqlens, Tensor):
-        if torch.compiler.is_compiling():
-            return mask, cu_seqlens
-        cu_seqlens = cu_seqlens.tolist()
-    if cu_seqlens is not None:
-        mask &= Mask.cu_seqlens(tuple(map(index, cu_seqlens)))
-    return mask, None
-
-
-def _plain(bound: int | None) -> int | None:
-    return None if bound is None else index(bound)
-
-
-def _plain_region(region: Region) -> Region:
-    *bands, queries, keys = (
-        Band(_plain(band.lo), _plain(band.hi)) for band in (*region.bands, region.queries, region.keys)
-    )
-    return Region(tuple(bands), tuple(map(index, region.boundaries)), queries, keys)
-
-
-def _recommend_balance(config: _Config, mask: Mask) -> None:
+def _recommend_balance(config: _Config, masks: Sequence[Mask]) -> None:
     ring, first = config.topology.ring, config.topology.grids[0][0][0]
-    if config.layout != "contiguous" or ring.degree == 1 or mask != Mask.causal() or config.topology.rank != first:
+    if config.layout != "contiguous" or ring.degree == 1 or config.topology.rank != first:
         return
-    if not torch.compiler.is_compiling():
+    if masks == (Mask.causal(),) and not torch.compiler.is_compiling():
         warnings.warn(
             f"causal attention over a ring of {ring.degree} in the contiguous layout takes {2 - 1 / ring.degree:.2f} "
             'times as long as in "zigzag", as the last rank has the most work: shard with layout="zigzag"',

@@ -25,6 +25,10 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
     lse.copy_(total)
 
 
+Where = tuple[slice, slice, slice]
+"""A part of a (B, S, H, ...) tensor: batch rows, sequence, heads."""
+
+
 class Accumulator:
     """The running output and lse of one rank's queries, a tile at a time.
 
@@ -39,15 +43,22 @@ class Accumulator:
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
 
-    def add(self, rows: slice, heads: slice, out: Tensor, lse: Tensor) -> None:
-        """Merges the result for `rows` and `heads`. Takes ownership of `out` and `lse`."""
+    def add(self, where: Where, out: Tensor, lse: Tensor) -> None:
+        """Merges the result for a part of the queries. Takes ownership of `out` and `lse`."""
         if self._out is None or self._lse is None:
             if out.shape == self._shape:
                 self._out, self._lse = out, lse
                 return
             self._out, self._lse = self._empty()
         self._out = self._out.to(self._like.dtype)
-        merge_(self._out[:, rows, heads], self._lse[:, rows, heads], out, lse)
+        merge_(self._out[where], self._lse[where], out, lse)
+
+    def add_sinks(self, sinks: Tensor) -> None:
+        """Lets a logit of each head, (H,), join the softmax of every row, with a value of 0."""
+        out, lse = (self._out, self._lse) if self._out is not None and self._lse is not None else self._empty()
+        total = torch.logaddexp(lse, sinks.to(lse.dtype))
+        weight = torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))  # -inf - -inf is NaN
+        self._out, self._lse = out.to(self._like.dtype) * weight.unsqueeze(-1), total
 
     def result(self) -> tuple[Tensor, Tensor]:
         """The output in the query's dtype, and the lse; contiguous. Rows that saw nothing are 0 and -inf."""
@@ -69,13 +80,13 @@ class Sum:
         self._dtype = accumulation_dtype(like.dtype)
         self._total: Tensor | None = None
 
-    def add(self, rows: slice, heads: slice, share: Tensor) -> None:
-        """Adds the gradient of `like[:, rows, heads]`. Takes ownership of it."""
+    def add(self, where: Where, share: Tensor) -> None:
+        """Adds the gradient of `like[where]`. Takes ownership of it."""
         if self._total is None and share.shape == self._like.shape:
             self._total = share.to(self._dtype)
             return
         self._total = self.result()
-        self._total[:, rows, heads] += share
+        self._total[where] += share
 
     def result(self) -> Tensor:
         """The gradient so far."""

@@ -211,9 +211,9 @@ def merge_seconds(problem: Problem, meter: Meter) -> float:
     shape = 1, min(problem.max_length, 4096), problem.heads, problem.head_dim
     out = torch.ones(shape, dtype=problem.dtype, device=meter.device)
     lse = torch.zeros(shape[:-1], dtype=torch.promote_types(problem.dtype, torch.float32), device=meter.device)
-    total, everything = Accumulator(out, problem.head_dim), slice(None)
-    total.add(everything, everything, out.clone(), lse.clone())
-    return meter.clock(lambda: total.add(everything, everything, out, lse)) / out.numel()
+    total, everything = Accumulator(out, problem.head_dim), (slice(None), slice(None), slice(None))
+    total.add(everything, out.clone(), lse.clone())
+    return meter.clock(lambda: total.add(everything, out, lse)) / out.numel()
 
 
 def measure_link(

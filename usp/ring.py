@@ -4,22 +4,25 @@ Forward merges the tiles' outputs by their log-sum-exp; backward walks the same 
 follow it one hop behind and come home with the last message (Ring Attention, Liu et al. 2023). The walk knows nothing
 of layouts or masks: it reads tiles from the schedule.
 
-B batch, S this rank's sequence, H query heads, G kv heads, D head_dim of q and k, E head_dim of v.
+B batch, S this rank's queries, K this rank's keys (S of them, but in cross attention), H query heads, G kv heads, D
+head_dim of q and k, E head_dim of v.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from usp import kernels, transports
-from usp.heads import HeadRun, runs
-from usp.kernels.base import Kernel
+from usp.heads import runs
+from usp.kernels.base import Alibi, Kernel, Scores
 from usp.mask import Mask
-from usp.merge import Accumulator, Sum, accumulation_dtype
+from usp.merge import Accumulator, Sum, Where, accumulation_dtype
+from usp.positions import Positions
 from usp.schedule import Schedule
 from usp.tiles import Tile
 from usp.transports.base import Group, Stop, Transport
@@ -31,81 +34,126 @@ class Ring:
     """One rank's end of a ring of attention.
 
     Attributes:
-        schedule: which tiles each rank computes with each block.
+        schedules: which tiles each rank computes with each block: one for the whole batch, or one for every row of it.
+            All deal tokens alike.
         transport: how blocks move.
         kernel: how a tile is computed.
         groups: number of query heads for each of this rank's kv heads.
-        scale: factor on the scores.
+        scores: how scores come from q and k, without linear biases.
+        sinks: (H,) a logit for each query head that joins every softmax and has no value (gpt-oss, 2025), or None.
+        slopes: (H,) of linear biases (ALiBi), or None.
     """
 
-    schedule: Schedule
+    schedules: tuple[Schedule, ...]
     transport: Transport
     kernel: Kernel
     groups: tuple[int, ...]
-    scale: float
+    scores: Scores
+    sinks: Tensor | None = None
+    slopes: Tensor | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Attention of this rank's queries to every rank's keys.
 
         Args:
-            q: (B, S, H, D), in the order of `schedule.positions`.
-            k: (B, S, G, D).
-            v: (B, S, G, E).
+            q: (B, S, H, D), in the order of the schedules' positions.
+            k: (B, K, G, D).
+            v: (B, K, G, E).
 
         Returns:
-            Output (B, S, H, E) in q's dtype and lse (B, S, H), float32 (float64 for float64), both contiguous.
+            Output (B, S, H, E) in q's dtype and lse (B, S, H), float32 (float64 for float64), both contiguous. The lse
+            is that of all that joined the softmax, sinks among it.
         """
         total = Accumulator(q, v.shape[-1])
         for stop in self._walk(k, v):
             self._block_forward(q, stop, total)
+        if self.sinks is not None:
+            total.add_sinks(self.sinks)
         return total.result()
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
         """Gradients of `forward`'s inputs, given its outputs and the gradient of its output.
 
         Every rank's share of dk and dv is summed in float32 (float64 for float64).
+
+        Returns:
+            dq, dk and dv, and with sinks their gradient, that of this rank's rows.
         """
         row_side, dq, own = (dout, q, out, lse), Sum(q), None
         for stop in self._walk(k, v):
             own = own or stop
             stop.gradients = self._block_backward(row_side, stop, dq)
         assert own is not None and own.gradients is not None  # a walk begins at this rank's own block
-        dq, dk, dv = (t.to(q.dtype).contiguous() for t in (dq.result(), *own.gradients))
-        return dq, dk, dv
+        gradients = [t.to(q.dtype).contiguous() for t in (dq.result(), *own.gradients)]
+        if self.sinks is not None:
+            # A sink's value is 0, so its score has the gradient p (0 - delta), summed over rows. exp(x - inf) is 0.
+            delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+            weights = torch.exp(self.sinks.to(lse.dtype) - lse.masked_fill(lse == -torch.inf, torch.inf))
+            gradients.append(-(weights * delta).sum((0, 1)).to(self.sinks.dtype))
+        return gradients
 
     def _block_forward(self, q: Tensor, stop: Stop, total: Accumulator) -> None:
         """Merges one block's attention into the total. A function, so nothing of a block outlives it."""
         k, v = stop.tensors
-        for tile, heads in self._pieces(stop.owner):
-            block = q[:, tile.q, heads.q], k[:, tile.k, heads.kv], v[:, tile.k, heads.kv]
-            total.add(tile.q, heads.q, *self.kernel.forward(*block, tile.band, self.scale))
+        for rows, columns, tile, scores in self._pieces(stop.owner, q):
+            total.add(rows, *self.kernel.forward(q[rows], k[columns], v[columns], tile.band, scores))
 
     def _block_backward(self, row_side: tuple[Tensor, ...], stop: Stop, dq: Sum) -> list[Tensor]:
         """One block's dk and dv from this rank, whose dq is added to. A function, so no tile outlives its block."""
         dout, q, out, lse = row_side
         k, v = stop.tensors
         dk, dv = Sum(k), Sum(v)
-        for tile, heads in self._pieces(stop.owner):
-            rows, columns = (slice(None), tile.q, heads.q), (slice(None), tile.k, heads.kv)
+        for rows, columns, tile, scores in self._pieces(stop.owner, q):
             block = dout[rows], q[rows], k[columns], v[columns], (out[rows], lse[rows])
-            q_share, k_share, v_share = self.kernel.backward(*block, tile.band, self.scale)
-            dq.add(tile.q, heads.q, q_share)
-            dk.add(tile.k, heads.kv, k_share)
-            dv.add(tile.k, heads.kv, v_share)
+            q_share, k_share, v_share = self.kernel.backward(*block, tile.band, scores)
+            dq.add(rows, q_share)
+            dk.add(columns, k_share)
+            dv.add(columns, v_share)
         return [dk.result(), dv.result()]
 
     def _walk(self, k: Tensor, v: Tensor) -> Iterator[Stop]:
         """Every rank's keys and values as they come by, as far as any rank needs them; this rank's own first."""
-        shapes = [[(t.shape[0], length, *t.shape[2:]) for t in (k, v)] for length in self.schedule.lengths]
-        return self.transport.circulate([k, v], shapes, self.schedule.hops)
+        lengths, hops = self.schedules[0].of_keys.lengths, max(schedule.hops for schedule in self.schedules)
+        shapes = [[(t.shape[0], length, *t.shape[2:]) for t in (k, v)] for length in lengths]
+        return self.transport.circulate([k, v], shapes, hops)
 
-    def _pieces(self, owner: int) -> Iterator[tuple[Tile, HeadRun]]:
-        """The kernel calls for one block."""
-        for tile in self.schedule.tiles(self.transport.rank, owner):
-            for heads in runs(self.groups):
-                yield tile, heads
+    def _pieces(self, owner: int, q: Tensor) -> Iterator[tuple[Where, Where, Tile, Scores]]:
+        """The kernel calls for one block: where rows and columns lie in it, the tile, and how scores are made."""
+        scores = self._scores(owner, q)
+        for batch, schedule in self._batches():
+            for tile in schedule.tiles(self.transport.rank, owner):
+                for heads in runs(self.groups):
+                    yield (
+                        (batch, tile.q, heads.q),
+                        (batch, tile.k, heads.kv),
+                        tile,
+                        scores.cut(tile.q, tile.k, heads.q),
+                    )
+
+    def _batches(self) -> Iterator[tuple[slice, Schedule]]:
+        """Neighbouring rows of the batch that share a schedule."""
+        if len(self.schedules) == 1:
+            yield slice(None), self.schedules[0]
+            return
+        start = 0
+        for schedule, rows in groupby(self.schedules):
+            stop = start + len(list(rows))
+            yield slice(start, stop), schedule
+            start = stop
+
+    def _scores(self, owner: int, q: Tensor) -> Scores:
+        """How the scores of a whole block are made."""
+        if self.slopes is None:
+            return self.scores
+        schedule, dtype = self.schedules[0], accumulation_dtype(q.dtype)
+        rows, columns = schedule.positions(self.transport.rank), schedule.of_keys.positions(owner)
+        sides = (_as_tensor(side, q.device, dtype) for side in (rows, columns))
+        return replace(self.scores, alibi=Alibi(self.slopes.to(dtype), *sides))
+
+
+def _as_tensor(positions: Positions, device: torch.device, dtype: torch.dtype) -> Tensor:
+    runs = [torch.arange(run.start, run.stop, run.step, device=device, dtype=dtype) for run in positions]
+    return torch.cat(runs) if runs else torch.empty(0, device=device, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -113,107 +161,144 @@ class Recipe:
     """What a ring is made of, as plain values, so that it can be the argument of an op.
 
     Attributes:
-        mask: `str(Mask)`.
-        layout: name of the layout.
+        masks: `str(Mask)`, one for the batch or one for every row of it.
+        layouts: name of the layout; in cross attention two, of the queries and of the keys.
         ring_degree: size of the ring.
         transport: name of the transport.
         kernel: name of the kernel.
         groups: number of query heads for each of this rank's kv heads.
-        scale: factor on the scores.
+        scores: scale and softcap.
+        more: which tensors follow q, k and v: "sinks", "slopes".
     """
 
-    mask: str
-    layout: str
+    masks: tuple[str, ...]
+    layouts: tuple[str, ...]
     ring_degree: int
     transport: str
     kernel: str
     groups: tuple[int, ...]
-    scale: float
+    scores: tuple[float, float]
+    more: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """The canonical text, which `parse` reads back."""
-        groups = ",".join([str(size) for size in self.groups])
-        fields = self.mask, self.layout, str(self.ring_degree), self.transport, self.kernel, groups, repr(self.scale)
-        return " ".join(fields)
+        lists = ";".join(self.masks), ";".join(self.layouts), ";".join([str(size) for size in self.groups])
+        plain = str(self.ring_degree), self.transport, self.kernel
+        return " ".join((*lists, *plain, ";".join([repr(x) for x in self.scores]), ";".join(self.more)))
 
     @classmethod
     @lru_cache(maxsize=256)
     def parse(cls, text: str) -> "Recipe":
         """Reads `str(recipe)` back."""
-        mask, layout, ring_degree, transport, kernel, groups, scale = text.split(" ")
-        sizes = tuple(map(int, groups.split(",")))
-        return cls(mask, layout, int(ring_degree), transport, kernel, sizes, float(scale))
+        masks, layouts, groups, ring_degree, transport, kernel, scores, more = text.split(" ")
+        scale, softcap = map(float, scores.split(";"))
+        return cls(
+            masks=tuple(masks.split(";")),
+            layouts=tuple(layouts.split(";")),
+            ring_degree=int(ring_degree),
+            transport=transport,
+            kernel=kernel,
+            groups=tuple(map(int, groups.split(";"))),
+            scores=(scale, softcap),
+            more=tuple(filter(None, more.split(";"))),
+        )
 
-    def ring(self, seq_len: int, group: Group, cu_seqlens: Tensor | None = None) -> Ring:
-        """The ring for a sequence of `seq_len` tokens over a group, of documents between `cu_seqlens` if given."""
-        mask = Mask.parse(self.mask)
+    def ring(
+        self, seq_lens: Sequence[int], group: Group, more: Sequence[Tensor] = (), cu_seqlens: Tensor | None = None
+    ) -> Ring:
+        """The ring of a call over a group.
+
+        Args:
+            seq_lens: global number of tokens; in cross attention two, of queries and of keys.
+            group: what the transport runs over.
+            more: the tensors that `self.more` names.
+            cu_seqlens: boundaries of documents that are in no mask.
+        """
+        masks = map(Mask.parse, self.masks)
         if cu_seqlens is not None:
-            mask &= Mask.cu_seqlens(cu_seqlens.tolist())
-        schedule = Schedule(mask, self.layout, seq_len, self.ring_degree)
-        transport = transports.load(self.transport, group)
-        return Ring(schedule, transport, kernels.load(self.kernel), self.groups, self.scale)
+            documents = Mask.cu_seqlens(cu_seqlens.tolist())
+            masks = (mask & documents for mask in masks)
+        (layout, *kv_layout), (seq_len, *kv_seq_len) = self.layouts, seq_lens
+        keys = (kv_layout[0], kv_seq_len[0]) if kv_layout else None
+        schedules = tuple(Schedule(mask, layout, seq_len, self.ring_degree, keys) for mask in masks)
+        transport, kernel = transports.load(self.transport, group), kernels.load(self.kernel)
+        named = dict(zip(self.more, more, strict=True))
+        return Ring(schedules, transport, kernel, self.groups, Scores(*self.scores), **named)
 
 
 def ring_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    tensors: Sequence[Tensor],
     recipe: Recipe,
-    seq_len: int,
+    seq_lens: Sequence[int],
     group: Group,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`Ring.forward` with gradients, over a torch process group, a local one, or (None) one rank alone.
 
-    Documents are in the recipe's mask, or in `cu_seqlens`: a compiled program reads that anew in every run.
+    Args:
+        tensors: q, k, v, and those that `recipe.more` names.
+        recipe: what the ring is made of.
+        seq_lens: global number of tokens; in cross attention two, of queries and of keys.
+        group: the group of the ring axis.
+        cu_seqlens: boundaries of documents that are not in the recipe's mask: a compiled program reads them anew in
+            every run.
 
     Returns:
         Output and lse, both differentiable.
     """
     if group is None or isinstance(group, torch.distributed.ProcessGroup):
         name = "" if group is None else group.group_name
-        return torch.ops.usp.attention(query, key, value, str(recipe), name, seq_len, cu_seqlens)
-    return _Attention.apply(recipe.ring(seq_len, group, cu_seqlens), query, key, value)  # pyright: ignore[reportReturnType]
+        return torch.ops.usp.attention(list(tensors), str(recipe), name, list(seq_lens), cu_seqlens)
+    ring = recipe.ring(seq_lens, group, [t.detach() for t in tensors[3:]], cu_seqlens)
+    return _Attention.apply(ring, *tensors)  # pyright: ignore[reportReturnType]
 
 
 @torch.library.custom_op("usp::attention", mutates_args=())
 def attention_op(
-    q: Tensor, k: Tensor, v: Tensor, recipe: str, group: str, seq_len: int, cu_seqlens: Tensor | None = None
+    tensors: Sequence[Tensor], recipe: str, group: str, seq_lens: Sequence[int], cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The forward op: its handle `torch.ops.usp.attention.default` is what selective checkpointing can save."""
-    return Recipe.parse(recipe).ring(seq_len, resolve(group), cu_seqlens).forward(q, k, v)
+    """The forward op: its handle `torch.ops.usp.attention.default` is what selective checkpointing can save.
+
+    `tensors` are q, k and v, and what the recipe has more.
+    """
+    q, k, v, *more = tensors
+    return Recipe.parse(recipe).ring(seq_lens, resolve(group), more, cu_seqlens).forward(q, k, v)
 
 
 @attention_op.register_fake
-def _(q, k, v, recipe, group, seq_len, cu_seqlens=None):
+def _(tensors, recipe, group, seq_lens, cu_seqlens):
+    q, _, v, *_ = tensors
     lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
     return q.new_empty(*q.shape[:-1], v.shape[-1]), lse
 
 
 @torch.library.custom_op("usp::attention_backward", mutates_args=())
 def attention_backward_op(
-    tensors: list[Tensor], recipe: str, group: str, seq_len: int, cu_seqlens: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward op; `tensors` are dout, q, k, v, out, lse."""
-    dout, q, k, v, out, lse = tensors
-    return Recipe.parse(recipe).ring(seq_len, resolve(group), cu_seqlens).backward(dout, q, k, v, out, lse)
+    tensors: Sequence[Tensor], recipe: str, group: str, seq_lens: Sequence[int], cu_seqlens: Tensor | None
+) -> list[Tensor]:
+    """The backward op; `tensors` are dout, q, k, v, out and lse, and what the recipe has more."""
+    dout, q, k, v, out, lse, *more = tensors
+    return Recipe.parse(recipe).ring(seq_lens, resolve(group), more, cu_seqlens).backward(dout, q, k, v, out, lse)
 
 
 @attention_backward_op.register_fake
-def _(tensors, recipe, group, seq_len, cu_seqlens=None):
-    return tuple(t.new_empty(t.shape) for t in tensors[1:4])
+def _(tensors, recipe, group, seq_lens, cu_seqlens):
+    _, q, k, v, _, _, *more = tensors
+    sinks = [t for name, t in zip(Recipe.parse(recipe).more, more, strict=True) if name == "sinks"]
+    return [t.new_empty(t.shape) for t in (q, k, v, *sinks)]
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    q, k, v, *ctx.plain, cu_seqlens = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+    tensors, *ctx.plain, cu_seqlens = inputs
+    ctx.save_for_backward(*tensors, *output, cu_seqlens)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dout, dlse):
-    *saved, cu_seqlens = ctx.saved_tensors  # once: checkpointing may unpack a tensor only once
-    dq, dk, dv = attention_backward_op(_with_gradient(saved, dout, dlse), *ctx.plain, cu_seqlens)
-    return dq, dk, dv[..., : saved[2].shape[-1]], None, None, None, None
+    *tensors, out, lse, cu_seqlens = ctx.saved_tensors  # once: checkpointing may unpack a tensor only once
+    given = _with_gradient((*tensors[:3], out, lse), dout, dlse)
+    gradients = attention_backward_op([*given, *tensors[3:]], *ctx.plain, cu_seqlens)
+    return _as_inputs(gradients, tensors), None, None, None, None
 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)
@@ -223,18 +308,25 @@ class _Attention(torch.autograd.Function):
     """The same for rings that have no name to pass to an op: threads of one process."""
 
     @staticmethod
-    def forward(ctx, ring: Ring, q, k, v):
-        output = ring.forward(q, k, v)
+    def forward(ctx, ring: Ring, *tensors):
+        output = ring.forward(*tensors[:3])
         ctx.ring = ring
-        ctx.save_for_backward(q, k, v, *output)
+        ctx.save_for_backward(*tensors, *output)
         ctx.set_materialize_grads(False)
         return output
 
     @staticmethod
     def backward(ctx, dout, dlse):  # pyright: ignore[reportIncompatibleMethodOverride]
-        saved = ctx.saved_tensors
-        dq, dk, dv = ctx.ring.backward(*_with_gradient(saved, dout, dlse))
-        return None, dq, dk, dv[..., : saved[2].shape[-1]]
+        *tensors, out, lse = ctx.saved_tensors
+        gradients = ctx.ring.backward(*_with_gradient((*tensors[:3], out, lse), dout, dlse))
+        return None, *_as_inputs(gradients, tensors)
+
+
+def _as_inputs(gradients: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """A gradient for each input: dv without the columns of `_with_gradient`, and none for slopes."""
+    dq, dk, dv, *more = gradients
+    found = [dq, dk, dv[..., : tensors[2].shape[-1]], *more]
+    return [*found, *[None] * (len(tensors) - len(found))]
 
 
 def _with_gradient(saved: Sequence[Tensor], dout: Tensor | None, dlse: Tensor | None) -> list[Tensor]:

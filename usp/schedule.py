@@ -19,20 +19,29 @@ class Schedule:
         layout: name of the layout that deals positions to ring ranks.
         seq_len: global number of tokens.
         ring_degree: number of ring ranks.
+        keys: layout and global number of the keys, where they are other tokens than the queries (cross attention).
     """
 
     mask: Mask
     layout: str
     seq_len: int
     ring_degree: int
+    keys: tuple[str, int] | None = None
 
     def __post_init__(self) -> None:
-        """Raises InputError if the documents of the mask do not add up to `seq_len`."""
+        """Raises InputError if the documents of the mask do not add up to `seq_len`, or to the number of keys."""
         self.mask.check(self.seq_len)
+        if self.keys is not None:
+            self.mask.check(self.keys[1])
 
     def positions(self, rank: int) -> Positions:
         """Global positions that ring rank `rank` holds."""
         return _positions(self, rank)
+
+    @property
+    def of_keys(self) -> "Schedule":
+        """The schedule whose positions and lengths are those of the keys: this one, but in cross attention."""
+        return self if self.keys is None else Schedule(self.mask, *self.keys, self.ring_degree)
 
     def length(self, rank: int) -> int:
         """Number of tokens that ring rank `rank` holds."""
@@ -53,14 +62,14 @@ class Schedule:
 
     def pairs(self, rank: int, owner: int) -> int:
         """Visible (query, key) pairs of rank `rank`'s queries and rank `owner`'s keys: the areas of their tiles."""
-        return pairs(self.positions(rank), self.positions(owner), self.mask)
+        return pairs(self.positions(rank), self.of_keys.positions(owner), self.mask)
 
     def pairs_at(self, hop: int, ranks: Sequence[int]) -> list[int]:
         """`pairs` of each of some ranks with the block that it has at a hop, that of rank - hop."""
         ring, known = _ring(self), {}
         for rank in ranks:
             if (question := ring.question(rank, rank - hop)) not in known:
-                known[question] = pairs(ring.held[rank], ring.held[rank - hop], self.mask)
+                known[question] = pairs(ring.queries.held[rank], ring.keys.held[rank - hop], self.mask)
         return [known[ring.question(rank, rank - hop)] for rank in ranks]
 
     @property
@@ -70,17 +79,18 @@ class Schedule:
 
     def __str__(self) -> str:
         """The fingerprint: equal text, equal work."""
-        return f"{self.mask} {self.layout} S={self.seq_len} R={self.ring_degree}"
+        keys = "" if self.keys is None else f" keys={self.keys[0]} S={self.keys[1]}"
+        return f"{self.mask} {self.layout} S={self.seq_len} R={self.ring_degree}{keys}"
 
 
 @lru_cache(maxsize=4096)
 def _positions(schedule: Schedule, rank: int) -> Positions:
-    return layouts.load(schedule.layout)(schedule.seq_len, schedule.ring_degree, rank)
+    return layouts.positions(schedule.layout, schedule.seq_len, schedule.ring_degree, rank, schedule.mask)
 
 
 @lru_cache(maxsize=4096)
 def _tiles(schedule: Schedule, rank: int, owner: int) -> tuple[Tile, ...]:
-    return tiles(schedule.positions(rank), schedule.positions(owner), schedule.mask)
+    return tiles(schedule.positions(rank), schedule.of_keys.positions(owner), schedule.mask)
 
 
 @lru_cache(maxsize=1024)
@@ -89,46 +99,68 @@ def _lengths(schedule: Schedule) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class _Ring:
-    """The positions of all ranks, and what tells pairs of ranks apart before any tile is looked at.
+class _Side:
+    """The positions of all ranks: of their queries, or of their keys.
 
     Attributes:
         held: positions of every rank.
         extents: where they begin and end.
-        shapes: a number for every rank, equal where positions differ by a shift only.
-        absolute: whether more than the distance of two ranks decides what one sees of the other.
+        shapes: equal where positions differ by a shift only.
     """
 
     held: tuple[Positions, ...]
     extents: tuple[tuple[int, int], ...]
     shapes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """What tells pairs of ranks apart before any tile is looked at.
+
+    Attributes:
+        queries: positions of the queries.
+        keys: positions of the keys.
+        absolute: whether more than the distance of two ranks decides what one sees of the other.
+    """
+
+    queries: _Side
+    keys: _Side
     absolute: bool
 
     def question(self, rank: int, owner: int) -> Hashable:
         """Equal for pairs of ranks of which one sees as much of the other: 1,024 ranks are then not 2^20 questions."""
-        distance = self.extents[owner][0] - self.extents[rank][0]
-        return self.shapes[rank], self.shapes[owner], distance, rank if self.absolute else 0
+        distance = self.keys.extents[owner][0] - self.queries.extents[rank][0]
+        return self.queries.shapes[rank], self.keys.shapes[owner], distance, rank if self.absolute else 0
 
 
 @lru_cache(maxsize=64)
 def _ring(schedule: Schedule) -> _Ring:
+    numbers: dict[Hashable, int] = {}
+    queries = _side(schedule, numbers)
+    keys = queries if schedule.keys is None else _side(schedule.of_keys, numbers)
+    return _Ring(queries, keys, not schedule.mask.relative)
+
+
+def _side(schedule: Schedule, numbers: dict[Hashable, int]) -> _Side:
     held = tuple(schedule.positions(rank) for rank in range(schedule.ring_degree))
-    extents, numbers = tuple(map(extent, held)), {}
+    extents = tuple(map(extent, held))
     shapes = (
         tuple((run.start - first, len(run), run.step) for run in runs)
         for runs, (first, _) in zip(held, extents, strict=True)
     )
-    numbered = tuple(numbers.setdefault(shape, len(numbers)) for shape in shapes)
-    return _Ring(held, extents, numbered, not schedule.mask.relative)
+    return _Side(held, extents, tuple(numbers.setdefault(shape, len(numbers)) for shape in shapes))
 
 
 @lru_cache(maxsize=1024)
 def _hops(schedule: Schedule) -> int:
     ring, ranks = _ring(schedule), range(schedule.ring_degree)[::-1]
-    extents, reaches = ring.extents, [reach(runs, schedule.mask) for runs in ring.held]
+    held, keys = ring.queries.held, ring.keys
+    reaches = [reach(runs, schedule.mask) for runs in held]
     for hop in ranks:
-        near = (r for r in ranks if extents[r - hop][0] < reaches[r][1] and extents[r - hop][1] > reaches[r][0])
+        near = (
+            r for r in ranks if keys.extents[r - hop][0] < reaches[r][1] and keys.extents[r - hop][1] > reaches[r][0]
+        )
         distinct = {ring.question(rank, rank - hop): rank for rank in near}.values()
-        if any(pairs(ring.held[rank], ring.held[rank - hop], schedule.mask) for rank in distinct):
+        if any(pairs(held[rank], keys.held[rank - hop], schedule.mask) for rank in distinct):
             return hop
     return 0

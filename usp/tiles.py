@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
 
-from usp.mask import Band, Mask, Region
+from usp.mask import FULL, Band, Mask, Region
 from usp.positions import Positions
 
 
@@ -113,7 +113,7 @@ def _pieces(q: Positions, k: Positions, mask: Mask) -> Iterable[list[Tile]]:
                 for i, q_run in row_runs
                 for j, k_run in columns.get(document, ())
                 for band in region.bands
-                if (piece := _tile(i, q_run, j, k_run, band))
+                for piece in _between(i, q_run, j, k_run, band)
             )
     return found.values()
 
@@ -151,11 +151,23 @@ def _reach(q: Positions, region: Region) -> tuple[float, float]:
     return start, stop
 
 
+def _between(i: int, q_run: range, j: int, k_run: range, band: Band) -> Iterator[Tile]:
+    """The trimmed tiles between two runs that start at local indices `i` and `j`: one, if their steps agree.
+
+    Between runs of different steps a bounded band is no band of indices, but between a run and a single token it is.
+    """
+    if q_run.step == k_run.step or band == FULL or min(len(q_run), len(k_run)) <= 1:
+        pieces = [(i, q_run, j, k_run)]
+    elif len(q_run) < len(k_run):
+        pieces = [(i + n, q_run[n : n + 1], j, k_run) for n in range(len(q_run))]
+    else:
+        pieces = [(i, q_run, j + n, k_run[n : n + 1]) for n in range(len(k_run))]
+    yield from filter(None, (_tile(*piece, band) for piece in pieces))
+
+
 def _tile(i: int, q_run: range, j: int, k_run: range, band: Band) -> Tile | None:
-    """The trimmed tile between two runs that start at local indices `i` and `j`."""
+    """The trimmed tile between two runs of one step, or any steps under a band without bounds."""
     step = q_run.step if len(q_run) > 1 else k_run.step
-    if len(k_run) > 1 and k_run.step != step:
-        raise ValueError(f"runs of different steps: {q_run} and {k_run}")
     offset = k_run.start - q_run.start
     local = Band(
         None if band.lo is None else -((offset - band.lo) // step),

@@ -151,9 +151,12 @@ def registered(rank):
     topology = usp.Topology.build(2, 2)
     make = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, 32, heads, 8, generator=make, requires_grad=True) for heads in (2, 1, 1)]
-    recipe = ":0 zigzag 2 p2p sdpa 2 0.3"
+    inputs.append(torch.randn(2, generator=make, requires_grad=True))
+    recipe = ":0 zigzag 2 2 p2p sdpa 0.3;5.0 sinks"
     found = torch.library.opcheck(
-        torch.ops.usp.attention.default, (*inputs, recipe, topology.ring.group.group_name, 64), raise_exception=False
+        torch.ops.usp.attention.default,
+        (inputs, recipe, topology.ring.group.group_name, [64], None),
+        raise_exception=False,
     )
     whole_heads = [torch.randn(1, 16, heads, 8, generator=make, requires_grad=True) for heads in (4, 1, 1)]
     plain = ([4, 1, 1], 4, [16, 16], True, topology.ulysses.group.group_name)

@@ -14,7 +14,7 @@ import usp
 from usp import kernels, transports
 from usp.all_to_all import Deal, exchange
 from usp.heads import groups
-from usp.kernels.base import Call
+from usp.kernels.base import Call, Scores
 from usp.mask import Mask
 from usp.positions import split
 from usp.ring import Ring
@@ -74,7 +74,8 @@ def test_forward_and_backward_of_one_rank(topology, transport, mask, layout, hea
         name = kernels.select(kernels.candidates("auto"), Call("cuda", torch.bfloat16, 128, 128))
         assert name == "sdpa"
         own = groups(heads, kv_heads, 8, topology.ulysses.rank)
-        ring = Ring(schedule, transports.load(transport, topology.ring.group), kernels.load(name), own, 128**-0.5)
+        end = transports.load(transport, topology.ring.group)
+        ring = Ring((schedule,), end, kernels.load(name), own, Scores(128**-0.5))
         q, k, v = exchange(qkv, deal, True, ulysses)
         assert q.shape == (2, schedule.length(topology.ring.rank), sum(own), 128)
         out, lse = ring.forward(q, k, v)

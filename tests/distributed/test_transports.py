@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from usp import kernels, transports
+from usp.kernels.base import Scores
 from usp.mask import Mask
 from usp.ring import Ring
 from usp.schedule import Schedule
@@ -49,7 +50,7 @@ class Counting(transports.load("p2p", None).__class__):
 def sent(rank, mask, layout, seq_len):
     counting = Counting(dist.group.WORLD)
     schedule = Schedule(Mask.parse(mask), layout, seq_len, 4)
-    ring = Ring(schedule, counting, kernels.load("sdpa"), (2,), 0.3)
+    ring = Ring((schedule,), counting, kernels.load("sdpa"), (2,), Scores(0.3))
     q, k, v = (torch.randn(1, schedule.length(rank), heads, 8) for heads in (2, 1, 1))
     out, lse = ring.forward(q, k, v)
     forward, counting.sent = counting.sent, []

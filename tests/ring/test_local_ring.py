@@ -7,6 +7,7 @@ import usp
 from tests.cases import Case, failures, run, variants
 from tests.dense import dense_attention, relative_error, visible
 from usp import kernels, layouts, transports
+from usp.kernels.base import Scores
 from usp.mask import Mask
 from usp.ring import Recipe, Ring
 from usp.schedule import Schedule
@@ -37,7 +38,7 @@ def test_the_functions_below_autograd(layout, ring_degree):
     def work(topology):
         transport = transports.load("auto", topology.ring.group)
         ring = Ring(
-            schedule, transport, kernels.load("sdpa"), (1, 2), 0.3
+            (schedule,), transport, kernels.load("sdpa"), (1, 2), Scores(0.3)
         )  # head 0 uses kv head 0, the others kv head 1
         q_r, k_r, v_r, dout_r = (usp.shard(t, topology, layout=layout) for t in (q, k, v, dout))
         out, lse = ring.forward(q_r, k_r, v_r)
@@ -118,5 +119,7 @@ def test_equal_shards_in_a_layout_that_does_not_deal_equally(monkeypatch):
 
 
 def test_a_recipe_reads_back():
-    recipe = Recipe("-7:0@0,5,9", "zigzag", 3, "p2p", "sdpa", (1, 4, 2), 0.1)
+    recipe = Recipe(
+        ("-7:0@0,5,9", ":"), ("zigzag", "striped"), 3, "p2p", "sdpa", (1, 4, 2), (0.1, 0.0), ("sinks", "slopes")
+    )
     assert Recipe.parse(str(recipe)) == recipe

@@ -18,7 +18,7 @@ import usp
 from usp import transports
 from usp.all_to_all import Deal, exchange
 from usp.heads import groups
-from usp.kernels.base import Call, Kernel, Result
+from usp.kernels.base import Call, Kernel, Result, Scores
 from usp.mask import Band
 from usp.merge import accumulation_dtype
 from usp.planner import memory
@@ -60,12 +60,12 @@ class Holds(Kernel):
         return None
 
     @override
-    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:
         return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
 
     @override
     def tile_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, band: Band, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, band: Band, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         workspace = [torch.empty_like(q, dtype=accumulation_dtype(q.dtype)), *map(torch.empty_like, result[1:] * 2)]
         if q.shape[2] > k.shape[2]:
@@ -94,7 +94,7 @@ def _measured(
         there = Deal(heads, (heads, kv_heads, kv_heads), lengths)
         back = Deal(heads, (heads,), lengths)
         own = groups(heads, kv_heads, degrees[0], topology.ulysses.rank)
-        ring = Ring(schedule, transports.load(transport, topology.ring.group), Holds(), own, 1.0)
+        ring = Ring((schedule,), transports.load(transport, topology.ring.group), Holds(), own, Scores(1.0))
         shape, dtype = (workload.batch, lengths[topology.ulysses.rank]), getattr(torch, model.dtype)
         widths = ((heads, model.head_dim), (kv_heads, model.head_dim), (kv_heads, model.value_dim))
 

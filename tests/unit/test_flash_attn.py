@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.dense import dense_attention, relative_error
 from usp import kernels
 from usp.kernels._windows import _parts
-from usp.kernels.base import Call
+from usp.kernels.base import Call, Scores
 from usp.kernels.flash_attn import FlashAttn
 from usp.kernels.reference import Reference
 from usp.mask import Band
@@ -63,7 +63,7 @@ class Fake:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
         self.check(q, k, v)
-        out, lse = Reference().tile_forward(q, k, v, band, scale)
+        out, lse = Reference().tile_forward(q, k, v, band, Scores(scale))
         return out, lse.masked_fill(lse == -torch.inf, torch.inf).transpose(1, 2).contiguous()
 
     def backward(self, given: tuple[Tensor, ...], grads: tuple[Tensor, ...], scale: float, band: Band) -> None:
@@ -73,7 +73,7 @@ class Fake:
         assert lse.shape == (batch, heads, rows)
         assert lse.is_contiguous()
         *inputs, out = tensors
-        shares = Reference().tile_backward(*inputs, (out, lse.transpose(1, 2)), band, scale)
+        shares = Reference().tile_backward(*inputs, (out, lse.transpose(1, 2)), band, Scores(scale))
         for grad, share in zip(grads, shares, strict=True):
             grad.copy_(share)
 
@@ -229,8 +229,8 @@ def seen(rows: int, columns: int, band: Band) -> Tensor:
 def test_forward_and_backward_are_exact(kernel: FlashAttn) -> None:
     for (rows, columns, band), head_dims in zip(random_tiles(45), cycle([(8, 8), (12, 20), (24, 16)]), strict=False):
         q, k, v, dout = tensors(rows, columns, *head_dims, dtype=torch.float64)
-        out, lse = kernel.forward(q, k, v, band, 0.3)
-        grads = kernel.backward(dout, q, k, v, (out, lse), band, 0.3)
+        out, lse = kernel.forward(q, k, v, band, Scores(0.3))
+        grads = kernel.backward(dout, q, k, v, (out, lse), band, Scores(0.3))
         expected = dense_attention(q, k, v, dout, seen(rows, columns, band), 0.3)
         for name, x, reference in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), expected, strict=True):
             assert x.shape == reference.shape
@@ -255,8 +255,8 @@ def test_tiles_are_cut_only_where_flash_attention_2_would_lose_the_window() -> N
 def test_the_output_and_lse_of_the_whole_row_are_honoured(kernel: FlashAttn) -> None:
     q, k, v, dout = tensors(10, 14, 16, 16, dtype=torch.float64)
     out, lse, *expected = dense_attention(q, k, v, dout, seen(10, 14, Band(None, 6)), 0.25)
-    left = kernel.backward(dout, q, k[:, :9], v[:, :9], (out, lse), Band(None, 6), 0.25)
-    right = kernel.backward(dout, q, k[:, 9:], v[:, 9:], (out, lse), Band(None, -3), 0.25)
+    left = kernel.backward(dout, q, k[:, :9], v[:, :9], (out, lse), Band(None, 6), Scores(0.25))
+    right = kernel.backward(dout, q, k[:, 9:], v[:, 9:], (out, lse), Band(None, -3), Scores(0.25))
     grads = left[0] + right[0], torch.cat([left[1], right[1]], 1), torch.cat([left[2], right[2]], 1)
     assert all(relative_error(x, reference) < 1e-12 for x, reference in zip(grads, expected, strict=True))
 
@@ -266,7 +266,7 @@ def test_deterministic_algorithms_are_asked_for(kernel: FlashAttn, fake: Fake) -
     for wanted in (False, True):
         torch.use_deterministic_algorithms(wanted)
         try:
-            kernel.backward(dout, q, k, v, kernel.forward(q, k, v, Band(), 0.3), Band(), 0.3)
+            kernel.backward(dout, q, k, v, kernel.forward(q, k, v, Band(), Scores(0.3)), Band(), Scores(0.3))
         finally:
             torch.use_deterministic_algorithms(False)
         assert fake.calls[-1][1] is wanted
@@ -351,10 +351,10 @@ def test_on_a_gpu(name: str, head_dims: tuple[int, int]) -> None:
     for rows, columns, band in random_tiles(30) + long:
         q, k, v, dout = tensors(rows, columns, *head_dims, dtype=dtype, device="cuda")
         exact = [t.double() for t in (q, k, v)]
-        out, lse = Reference().forward(*exact, band, 0.1)
-        expected = out, lse, *Reference().backward(dout.double(), *exact, (out, lse), band, 0.1)
-        output = kernel.forward(q, k, v, band, 0.1)
-        grads = kernel.backward(dout, q, k, v, (out.to(dtype), lse.float()), band, 0.1)
+        out, lse = Reference().forward(*exact, band, Scores(0.1))
+        expected = out, lse, *Reference().backward(dout.double(), *exact, (out, lse), band, Scores(0.1))
+        output = kernel.forward(q, k, v, band, Scores(0.1))
+        grads = kernel.backward(dout, q, k, v, (out.to(dtype), lse.float()), band, Scores(0.1))
         names = ("out", "lse", "dq", "dk", "dv")
         for which, x, reference in zip(names, (*output, *grads), expected, strict=True):
             assert relative_error(x, reference) < 2e-2, f"{which} of {rows} x {columns} under {band}"

@@ -17,7 +17,7 @@ from tests.unit.strategies import examples
 from usp import kernels
 from usp.errors import InputError, KernelError
 from usp.kernels._windows import WindowKernel
-from usp.kernels.base import Call, Kernel, hidden_by
+from usp.kernels.base import Call, Kernel, Scores, hidden_by
 from usp.kernels.reference import Reference
 from usp.mask import CAUSAL, FULL, Band
 from usp.merge import accumulation_dtype, merge_
@@ -34,18 +34,18 @@ class Windows(WindowKernel):
         return None
 
     @override
-    def window_forward(self, q, k, v, window, scale):
+    def window_forward(self, q, k, v, window, scores):
         assert q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
-        out, lse = Reference().tile_forward(q, k, v, self.band(q, k, window), scale)
+        out, lse = Reference().tile_forward(q, k, v, self.band(q, k, window), scores)
         return out.to(q.dtype), lse.transpose(1, 2)
 
     @override
-    def window_backward(self, dout, q, k, v, result, window, scale):
+    def window_backward(self, dout, q, k, v, result, window, scores):
         out, lse = result
         assert lse.is_contiguous() and lse.shape == (q.shape[0], q.shape[2], q.shape[1])
         assert dout.shape == q.shape == out.shape and k.shape == v.shape and q.shape[-1] % 8 == 0
         lse = lse.transpose(1, 2)
-        grads = Reference().tile_backward(dout, q, k, v, (out, lse), self.band(q, k, window), scale)
+        grads = Reference().tile_backward(dout, q, k, v, (out, lse), self.band(q, k, window), scores)
         return tuple(grad.to(q.dtype) for grad in grads)
 
     @staticmethod
@@ -156,8 +156,8 @@ def run(kernel: Kernel, call: dict, dtype: torch.dtype) -> tuple[torch.Tensor, .
     """out, lse, dq, dk and dv."""
     q, k, v, dout = tensors(call, dtype)
     before = [t.clone() for t in (q, k, v, dout)]
-    out, lse = kernel.forward(q, k, v, call["band"], call["scale"])
-    grads = kernel.backward(dout, q, k, v, (out.to(dtype), lse), call["band"], call["scale"])
+    out, lse = kernel.forward(q, k, v, call["band"], Scores(call["scale"]))
+    grads = kernel.backward(dout, q, k, v, (out.to(dtype), lse), call["band"], Scores(call["scale"]))
     assert all(torch.equal(now, then) for now, then in zip((q, k, v, dout), before, strict=True)), "inputs changed"
     return out, lse, *grads
 
@@ -320,10 +320,10 @@ def test_shares_of_blocks_of_keys_add_up(name, dtype, call, cuts):
     blocks = [(slice(a, b), call["band"].shift(-a)) for a, b in itertools.pairwise(edges)]
     out, lse = torch.zeros_like(dout), q.new_full(q.shape[:-1], -torch.inf)
     for columns, band in blocks:
-        merge_(out, lse, *kernel.forward(q, k[:, columns], v[:, columns], band, call["scale"]))
+        merge_(out, lse, *kernel.forward(q, k[:, columns], v[:, columns], band, Scores(call["scale"])))
     dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
     for columns, band in blocks:
-        shares = kernel.backward(dout, q, k[:, columns], v[:, columns], (out, lse), band, call["scale"])
+        shares = kernel.backward(dout, q, k[:, columns], v[:, columns], (out, lse), band, Scores(call["scale"]))
         dq += shares[0]
         dk[:, columns] += shares[1]
         dv[:, columns] += shares[2]
@@ -335,10 +335,10 @@ def test_shares_of_blocks_of_keys_add_up(name, dtype, call, cuts):
 def test_empty_sides(name, rows, columns):
     kernel = kernel_for(name, torch.float32)
     q, k = torch.randn(2, rows, 4, 8), torch.randn(2, columns, 2, 8)
-    out, lse = kernel.forward(q, k, k, FULL, 1.0)
+    out, lse = kernel.forward(q, k, k, FULL, Scores(1.0))
     assert out.shape == q.shape and (out == 0).all()
     assert lse.shape == q.shape[:-1] and (lse == -torch.inf).all()
-    grads = kernel.backward(q, q, k, k, (out, lse), FULL, 1.0)
+    grads = kernel.backward(q, q, k, k, (out, lse), FULL, Scores(1.0))
     assert [g.shape for g in grads] == [q.shape, k.shape, k.shape] and all((g == 0).all() for g in grads)
 
 
@@ -347,8 +347,8 @@ def test_large_scores_do_not_overflow(name):
     kernel = kernel_for(name, torch.float32)
     generator = torch.Generator().manual_seed(3)
     q, k, v, dout = (size * torch.randn(1, 7, 1, 8, generator=generator) for size in (100, 100, 1, 1))
-    out, lse = kernel.forward(q, k, v, CAUSAL, 1.0)
-    dq, dk, dv = kernel.backward(dout, q, k, v, (out, lse), CAUSAL, 1.0)
+    out, lse = kernel.forward(q, k, v, CAUSAL, Scores(1.0))
+    dq, dk, dv = kernel.backward(dout, q, k, v, (out, lse), CAUSAL, Scores(1.0))
     expected = dense_attention(q, k, v, dout, ~hidden_by(CAUSAL, 7, 7, torch.device("cpu")), 1.0)
     assert expected[1].max() > 10_000
     for x, reference in zip((out, lse, dv), (expected[0], expected[1], expected[4]), strict=True):
@@ -362,7 +362,7 @@ def test_nan_comes_out(name):
     kernel = kernel_for(name, torch.float32)
     q, k, v = (torch.randn(1, 6, 1, 8) for _ in range(3))
     k[0, 3] = torch.nan
-    out, lse = kernel.forward(q, k, v, CAUSAL, 1.0)
+    out, lse = kernel.forward(q, k, v, CAUSAL, Scores(1.0))
     assert torch.equal(out.isnan().any(-1).flatten(), torch.arange(6) >= 3)
     assert torch.equal(lse.isnan().flatten(), torch.arange(6) >= 3)
 

@@ -373,6 +373,9 @@ def test_two_documents_are_two_tiles():
     )
 
 
-def test_runs_of_different_steps_are_no_band():
-    with pytest.raises(ValueError, match="runs of different steps"):
-        tiles((range(0, 4),), (range(0, 8, 2),), Mask.causal())
+@examples(100)
+@given(st.data(), st.integers(1, 4), st.integers(1, 4))
+def test_tiles_between_runs_of_different_steps(data, q_step, k_step):
+    """As between joint tokens, dealt in runs, and a striped sequence."""
+    q, k = data.draw(run_sets(q_step)), data.draw(run_sets(k_step))
+    assert_exact(q, k, data.draw(masks(total=max([1, *flat(q), *flat(k)]) + 1, reach=20)))

@@ -131,6 +131,17 @@ def test_one_rank_equals_none(kind, auto, changes):
     assert torch.equal(found, again)
 
 
+def test_the_scale_of_a_call_is_kept(enabled):
+    layer = enabled.model.layers[0].self_attn
+    q, k, v = (torch.randn(1, heads, 24, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    attend = AttentionInterface()[enabled.config._attn_implementation]
+    for scale in (layer.scaling, 0.3, None):
+        found = attend(layer, q, k, v, None, scaling=scale, usp_shard=Shard(None, None))[0].transpose(1, 2)
+        scores = q.unflatten(1, (2, 2)) @ k.unsqueeze(2).mT * (8**-0.5 if scale is None else scale)
+        scores = scores.masked_fill(torch.ones(24, 24).triu(1).bool(), float("-inf"))
+        assert relative_error(found, (scores.softmax(-1) @ v.unsqueeze(2)).flatten(1, 2)) < 1e-12
+
+
 def test_an_encoder():
     torch.manual_seed(0)
     dropout = dict(attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
@@ -347,6 +358,16 @@ def test_local_positions_are_refused_on_every_rank_but_the_first():
             begin(rank, local)
     with pytest.raises(Passed):
         begin(1, local, check_positions=False)
+
+
+def test_positions_that_fit_neither_the_sequence_nor_the_documents_are_refused():
+    local = torch.tensor([[7, 8, 0, 1, 2, 3]])  # of tokens 7 to 12
+    documents = dict(seq_len=26, cu_seqlens=(0, 9, 20, 26))
+    with pytest.raises(Passed):
+        begin(1, local, **documents)
+    for wrong in (torch.arange(6).unsqueeze(0), local.roll(1, 1), local + 1):
+        with pytest.raises(usp.InputError, match=r"^position_ids on rank 1 start with \["):
+            begin(1, wrong, **documents)
 
 
 def test_positions_of_another_layout_are_refused():

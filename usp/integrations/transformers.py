@@ -30,7 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from usp.attention import MaskOptions, USPAttention
+from usp.arguments import MaskOptions
+from usp.attention import USPAttention
 from usp.errors import InputError, USPError
 from usp.shard import check_length, positions
 from usp.topology import Topology
@@ -368,7 +369,7 @@ class _Adapter:
 
     def _check_positions(self, given: Tensor, seq_len: int, cu_seqlens: tuple[int, ...] | None) -> None:
         topology, layout = self.topology, self.layout
-        check_length(given.shape[-1], seq_len, topology, layout, "position_ids")
+        check_length(given.shape[-1], "position_ids", seq_len, topology, layout)
         expected = positions(seq_len, topology, layout, device=given.device)
         right = given == expected
         if cu_seqlens is not None:

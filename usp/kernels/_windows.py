@@ -1,7 +1,7 @@
 """What FlashAttention's kernels have in common, in torch and in the packages.
 
 They count a window (left, right) from the diagonal that ends in the bottom right corner, return lse as (B, H, Q), sum
-dk and dv over the query heads of a kv head, and want one head_dim for q, k and v.
+dk and dv over the query heads of a kv head, want one head_dim for q, k and v, and are given no linear biases.
 """
 
 from abc import abstractmethod
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from usp.kernels.base import Kernel, Result
+from usp.kernels.base import Kernel, Result, Scores
 from usp.mask import Band
 from usp.merge import accumulation_dtype
 
@@ -23,40 +23,40 @@ class WindowKernel(Kernel):
     """A kernel whose bands are windows from the bottom right corner."""
 
     @abstractmethod
-    def window_forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
+    def window_forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scores: Scores) -> tuple[Tensor, Tensor]:
         """Output (B, Q, H, D) and lse (B, H, Q); q, k and v have one head_dim, a multiple of 8."""
 
     @abstractmethod
     def window_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, window: Window, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, window: Window, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv; the lse of the result is (B, H, Q) and contiguous."""
 
     @override
-    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:
         rows = _parts(q, k, band)
         if len(rows) > 1:
-            parts = [self.forward(q[:, r], k, v, band.shift(r.start), scale) for r in rows]
+            parts = [self.forward(q[:, r], k, v, band.shift(r.start), scores) for r in rows]
             return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 1)
         v_head_dim = v.shape[-1]
         q, k, v = same_head_dim(q, k, v, multiple=8)
-        out, lse = self.window_forward(q, k, v, _window(q, k, band), scale)
+        out, lse = self.window_forward(q, k, v, _window(q, k, band), scores)
         return out[..., :v_head_dim], lse.transpose(1, 2)
 
     @override
     def tile_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, band: Band, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, band: Band, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         (out, lse), rows = result, _parts(q, k, band)
         if len(rows) > 1:
             cut = [((dout[:, r], q[:, r], k, v, (out[:, r], lse[:, r])), band.shift(r.start)) for r in rows]
-            dq, *dkv = zip(*(self.backward(*part, part_band, scale) for part, part_band in cut), strict=True)
+            dq, *dkv = zip(*(self.backward(*part, part_band, scores) for part, part_band in cut), strict=True)
             dk, dv = (torch.stack(share).sum(0, dtype=accumulation_dtype(q.dtype)) for share in dkv)
             return torch.cat(dq, 1), dk, dv
         head_dim, v_head_dim = q.shape[-1], v.shape[-1]
         dout, q, k, v, out = same_head_dim(dout, q, k, v, out, multiple=8)
         result = out, lse.transpose(1, 2).contiguous()
-        dq, dk, dv = self.window_backward(dout, q, k, v, result, _window(q, k, band), scale)
+        dq, dk, dv = self.window_backward(dout, q, k, v, result, _window(q, k, band), scores)
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :v_head_dim]
 
 

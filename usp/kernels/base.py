@@ -5,7 +5,7 @@ v.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,9 +26,54 @@ class Call:
     dtype: torch.dtype
     head_dim: int
     v_head_dim: int
+    softcap: bool = False
+    alibi: bool = False
 
     def __str__(self) -> str:
-        return f"{self.dtype} on {self.device} with head_dim {self.head_dim} (v: {self.v_head_dim})"
+        changes = "".join(f", {name}" for name in ("softcap", "alibi") if getattr(self, name))
+        return f"{self.dtype} on {self.device} with head_dim {self.head_dim} (v: {self.v_head_dim}){changes}"
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """Attention with linear biases: `-slope * |i - j|` is added to a score (Press et al. 2022).
+
+    Attributes:
+        slopes: (H,), one for each query head, in the dtype that scores are computed in.
+        rows: (Q,) positions of the queries, in the same dtype.
+        columns: (K,) positions of the keys.
+    """
+
+    slopes: Tensor
+    rows: Tensor
+    columns: Tensor
+
+    def bias(self) -> Tensor:
+        """(H, Q, K)."""
+        distance = (self.rows.unsqueeze(-1) - self.columns).abs_()
+        return self.slopes.neg().view(-1, 1, 1) * distance
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How scores come from products of queries and keys: `softcap(scale * q k) - slope * |i - j|`.
+
+    Attributes:
+        scale: factor on the products.
+        softcap: c of `c tanh(x / c)` (Gemma 2, 2024), which keeps scores between -c and c; 0 for none.
+        alibi: linear biases, if there are any.
+    """
+
+    scale: float
+    softcap: float = 0.0
+    alibi: Alibi | None = None
+
+    def cut(self, rows: slice, columns: slice, heads: slice = slice(None)) -> "Scores":
+        """The same for some rows, columns and query heads."""
+        if self.alibi is None:
+            return self
+        alibi = Alibi(self.alibi.slopes[heads], self.alibi.rows[rows], self.alibi.columns[columns])
+        return replace(self, alibi=alibi)
 
 
 class Kernel(ABC):
@@ -45,16 +90,16 @@ class Kernel(ABC):
         """Why this kernel cannot take the call, in words, or None if it can."""
 
     @abstractmethod
-    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:
         """Output (B, Q, H, E) and lse (B, Q, H) of a trimmed tile."""
 
     @abstractmethod
     def tile_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, band: Band, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, band: Band, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv of a trimmed tile, given the output and lse of the whole rows."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:
         """Attention of q (B, Q, H, D) to k (B, K, G, D) and v (B, K, G, E) under a band on their indices.
 
         Returns:
@@ -62,16 +107,17 @@ class Kernel(ABC):
         """
         tile = _visible(q, k, band)
         if tile and _whole(tile, q, k):
-            return self.tile_forward(_dense(q), _dense(k), _dense(v), tile.band, scale)
+            return self.tile_forward(_dense(q), _dense(k), _dense(v), tile.band, scores)
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
         lse = q.new_full(q.shape[:-1], -torch.inf, dtype=accumulation_dtype(q.dtype))
         if tile:
-            q, k, v = q[:, tile.q], k[:, tile.k], v[:, tile.k]
-            out[:, tile.q], lse[:, tile.q] = self.tile_forward(_dense(q), _dense(k), _dense(v), tile.band, scale)
+            q, k, v = _dense(q[:, tile.q]), _dense(k[:, tile.k]), _dense(v[:, tile.k])
+            cut = scores.cut(tile.q, tile.k)
+            out[:, tile.q], lse[:, tile.q] = self.tile_forward(q, k, v, tile.band, cut)
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, band: Band, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, band: Band, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         """This tile's share of the gradients (FlashAttention, Dao et al. 2022, algorithm 4).
 
@@ -83,7 +129,7 @@ class Kernel(ABC):
             result: output (B, Q, H, E) and lse (B, Q, H) of the WHOLE rows, merged over all tiles: with them, the
                 shares of all tiles add up to the exact gradients.
             band: which keys a query sees.
-            scale: factor on the scores.
+            scores: how scores come from q and k.
 
         Returns:
             dq, dk and dv, in q's dtype or wider.
@@ -94,13 +140,13 @@ class Kernel(ABC):
         tile = _visible(q, k, band)
         if tile and _whole(tile, q, k):
             dout, q, k, v, out = map(_dense, (dout, q, k, v, out))
-            return self.tile_backward(dout, q, k, v, (out, lse), tile.band, scale)
+            return self.tile_backward(dout, q, k, v, (out, lse), tile.band, scores)
         dq, dk, dv = (t.new_zeros(t.shape) for t in (q, k, v))
         if tile:
             dout, q, out = (_dense(t[:, tile.q]) for t in (dout, q, out))
             k, v = (_dense(t[:, tile.k]) for t in (k, v))
             dq[:, tile.q], dk[:, tile.k], dv[:, tile.k] = self.tile_backward(
-                dout, q, k, v, (out, lse[:, tile.q]), tile.band, scale
+                dout, q, k, v, (out, lse[:, tile.q]), tile.band, scores.cut(tile.q, tile.k)
             )
         return dq, dk, dv
 

@@ -16,7 +16,7 @@ from torch.torch_version import TorchVersion
 from typing_extensions import override
 
 from usp.kernels._windows import Window, WindowKernel
-from usp.kernels.base import Call, Result
+from usp.kernels.base import Call, Result, Scores
 
 
 class FlashAttn(WindowKernel):
@@ -37,6 +37,8 @@ class FlashAttn(WindowKernel):
             return f'FlashAttention runs on cuda, not {call.device}; kernel="sdpa" runs on cpu and cuda'
         if call.dtype not in (torch.bfloat16, torch.float16):
             return f"FlashAttention takes bfloat16 and float16, not {call.dtype}"
+        if call.alibi:
+            return "a ring's tiles are not the diagonal that FlashAttention counts its linear biases from"
         if max(call.head_dim, call.v_head_dim) > 256:
             return "FlashAttention takes head_dim up to 256"
         if not self._flash2 and not self._use_flash3():
@@ -47,21 +49,23 @@ class FlashAttn(WindowKernel):
         return None
 
     @override
-    def window_forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
+    def window_forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scores: Scores) -> tuple[Tensor, Tensor]:
         left, right = _minus_one(window)
         if self._use_flash3(q.device):
             absent = [None] * 20  # keys that are appended, packed, paged, rotated or quantised
-            out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, *absent, scale, False, left, right, num_splits=1)
+            out, lse, *_ = torch.ops.flash_attn_3.fwd(
+                q, k, v, *absent, scores.scale, False, left, right, softcap=scores.softcap, num_splits=1
+            )
         else:
             out, lse, *_ = _package("flash_attn.flash_attn_interface")._flash_attn_forward(
-                q, k, v, dropout_p=0.0, softmax_scale=scale, causal=False, window_size_left=left,
-                window_size_right=right, softcap=0.0, alibi_slopes=None, return_softmax=False,
+                q, k, v, dropout_p=0.0, softmax_scale=scores.scale, causal=False, window_size_left=left,
+                window_size_right=right, softcap=scores.softcap, alibi_slopes=None, return_softmax=False,
             )  # fmt: skip
         return out, lse
 
     @override
     def window_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, window: Window, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, window: Window, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         (out, lse), (left, right) = result, _minus_one(window)
         dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
@@ -69,11 +73,13 @@ class FlashAttn(WindowKernel):
         deterministic = torch.are_deterministic_algorithms_enabled()
         if self._use_flash3(q.device):
             absent = [None] * 6  # packed sequences
-            torch.ops.flash_attn_3.bwd(*given, *absent, scale, False, left, right, deterministic=deterministic)
+            torch.ops.flash_attn_3.bwd(
+                *given, *absent, scores.scale, False, left, right, scores.softcap, deterministic=deterministic
+            )
         else:
             _package("flash_attn.flash_attn_interface")._flash_attn_backward(
-                *given, dropout_p=0.0, softmax_scale=scale, causal=False, window_size_left=left,
-                window_size_right=right, softcap=0.0, alibi_slopes=None, deterministic=deterministic,
+                *given, dropout_p=0.0, softmax_scale=scores.scale, causal=False, window_size_left=left,
+                window_size_right=right, softcap=scores.softcap, alibi_slopes=None, deterministic=deterministic,
             )  # fmt: skip
         return dq, dk, dv
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from usp.kernels._windows import Window, WindowKernel, same_head_dim
-from usp.kernels.base import Call, Kernel, Result, hidden_by
+from usp.kernels.base import Call, Kernel, Result, Scores, hidden_by
 from usp.mask import CAUSAL, FULL, Band
 from usp.merge import accumulation_dtype
 from usp.tiles import Tile, blocks
@@ -36,14 +36,14 @@ class Sdpa(Kernel):
         return self._by_device[call.device].refuses(call)
 
     @override
-    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
-        return self._by_device[q.device.type].tile_forward(q, k, v, band, scale)
+    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:
+        return self._by_device[q.device.type].tile_forward(q, k, v, band, scores)
 
     @override
     def tile_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, band: Band, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, band: Band, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return self._by_device[q.device.type].tile_backward(dout, q, k, v, result, band, scale)
+        return self._by_device[q.device.type].tile_backward(dout, q, k, v, result, band, scores)
 
 
 # ---- CPU -------------------------------------------------------------------------------------------------------------
@@ -54,45 +54,47 @@ class Cpu(Kernel):
 
     @override
     def refuses(self, call: Call) -> str | None:
+        if call.softcap:
+            return "torch's CPU flash attention has no softcap"
         known = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
         return None if call.dtype in known else f"torch's CPU flash attention takes {known}, not {call.dtype}"
 
     @override
-    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:
         v_head_dim = v.shape[-1]
         q, k, v = same_head_dim(q, k, v)
-        out, lse = _cpu_forward(q, k, v, band, scale)
+        out, lse = _cpu_forward(q, k, v, band, scores)
         return out[..., :v_head_dim], lse
 
     @override
     def tile_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, band: Band, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, band: Band, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         (out, lse), head_dim, v_head_dim = result, q.shape[-1], v.shape[-1]
         dout, q, k, v, out = same_head_dim(dout, q, k, v, out)
-        dq, dk, dv = _cpu_backward(dout, q, k, v, out, lse, band, scale)
+        dq, dk, dv = _cpu_backward(dout, q, k, v, out, lse, band, scores)
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :v_head_dim]
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:
     def op(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         heads_first = (t.transpose(1, 2) for t in (q, k, v))
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            *heads_first, 0.0, causal, attn_mask=bias, scale=scale
+            *heads_first, 0.0, causal, attn_mask=bias, scale=scores.scale
         )
         return out.transpose(1, 2), lse.transpose(1, 2)
 
-    if band in (FULL, CAUSAL):
+    if band in (FULL, CAUSAL) and scores.alibi is None:
         return op(q, k, v, band == CAUSAL, None)
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
-    for tile, bias in _row_blocks(q, k, band):
+    for tile, bias in _row_blocks(q, k, band, scores):
         out[:, tile.q], lse[:, tile.q] = op(q[:, tile.q], k[:, tile.k], v[:, tile.k], False, bias)
     return out, lse
 
 
 def _cpu_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
     if q.dtype.itemsize == 2 and not _fast_half(q.dtype):
         dout, q, k, v, out = (t.float() for t in (dout, q, k, v, out))
@@ -101,24 +103,24 @@ def _cpu_backward(
         heads_first = (t.transpose(1, 2) for t in (dout[:, rows], q[:, rows], k[:, columns], v[:, columns]))
         row = (out[:, rows].transpose(1, 2), lse[:, rows].transpose(1, 2))
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *heads_first, *row, 0.0, causal, attn_mask=bias, scale=scale
+            *heads_first, *row, 0.0, causal, attn_mask=bias, scale=scores.scale
         )
         return [grad.transpose(1, 2) for grad in grads]
 
-    if band in (FULL, CAUSAL):
+    if band in (FULL, CAUSAL) and scores.alibi is None:
         dq, dk, dv = op(slice(None), slice(None), band == CAUSAL, None)
         return dq, dk, dv
     dq = torch.empty_like(q)
     dk, dv = (t.new_zeros(t.shape, dtype=accumulation_dtype(t.dtype)) for t in (k, v))
-    for tile, bias in _row_blocks(q, k, band):
+    for tile, bias in _row_blocks(q, k, band, scores):
         dq[:, tile.q], block_dk, block_dv = op(tile.q, tile.k, False, bias)
         dk[:, tile.k] += block_dk
         dv[:, tile.k] += block_dv
     return dq, dk, dv
 
 
-def _row_blocks(q: Tensor, k: Tensor, band: Band) -> Iterator[tuple[Tile, Tensor]]:
-    """The band cut into row blocks, each with the columns its rows see and the additive mask of its corners.
+def _row_blocks(q: Tensor, k: Tensor, band: Band, scores: Scores) -> Iterator[tuple[Tile, Tensor]]:
+    """The band cut into row blocks, each with the columns its rows see and an additive mask: its corners, and biases.
 
     A block of b rows under a band of width w computes (w + b) / w of what is visible, and the op likes long blocks.
     """
@@ -132,7 +134,9 @@ def _row_blocks(q: Tensor, k: Tensor, band: Band) -> Iterator[tuple[Tile, Tensor
         return q.new_zeros(rows, columns).masked_fill_(hidden, -torch.inf)
 
     for tile in blocks(whole, 768 if wide else 256):
-        yield tile, bias(tile.q.stop - tile.q.start, tile.k.stop - tile.k.start, tile.band)
+        mask = bias(tile.q.stop - tile.q.start, tile.k.stop - tile.k.start, tile.band)
+        alibi = scores.cut(tile.q, tile.k).alibi
+        yield tile, mask if alibi is None else mask + alibi.bias().unsqueeze(0)
 
 
 def _fast_half(dtype: torch.dtype) -> bool:
@@ -150,6 +154,8 @@ class Cuda(WindowKernel):
 
     @override
     def refuses(self, call: Call) -> str | None:
+        if call.softcap or call.alibi:
+            return f"torch's CUDA flash attention has no {'softcap' if call.softcap else 'alibi'}"
         if call.dtype not in (torch.bfloat16, torch.float16):
             return f"torch's CUDA flash attention takes bfloat16 and float16, not {call.dtype}"
         if max(call.head_dim, call.v_head_dim) > 256:
@@ -157,21 +163,21 @@ class Cuda(WindowKernel):
         return None
 
     @override
-    def window_forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> tuple[Tensor, Tensor]:
+    def window_forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scores: Scores) -> tuple[Tensor, Tensor]:
         left, right = window
         out, lse, *_ = aten._flash_attention_forward(
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, False, False,
-            scale=scale, window_size_left=left, window_size_right=right,
+            scale=scores.scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
         return out, lse
 
     @override
     def window_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, window: Window, scale: float
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, window: Window, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         (out, lse), (left, right) = result, window
         no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)  # a random state, read only with dropout
         return aten._flash_attention_backward(
             dout, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, False, no_dropout, no_dropout,
-            scale=scale, window_size_left=left, window_size_right=right,
+            scale=scores.scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
