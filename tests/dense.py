@@ -33,16 +33,30 @@ def _inside(x: Tensor, band: Band) -> Tensor:
     return inside
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seen: Tensor, scale: float | None = None):
-    """(out, lse, dq, dk, dv) of dense softmax attention in float64; (B, S, H, D) tensors, lse (B, S, H)."""
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, seen: Tensor, scale: float | None = None, **more):
+    """(out, lse, dq, dk, dv) of dense softmax attention in float64; (B, S, H, D) tensors, lse (B, S, H).
+
+    `seen` is (S, K) or (B, S, K). `more` may have softcap, slopes (H,) with the distance of positions (S, K), and sinks
+    (H,), whose gradient then is the last result.
+    """
     q, k, v = (t.detach().double().requires_grad_() for t in (q, k, v))
-    group = q.shape[2] // k.shape[2]
+    group, seen = q.shape[2] // k.shape[2], seen if seen.ndim == 2 else seen.unsqueeze(1)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(group, 2)) * (scale or q.shape[-1] ** -0.5)
-    lse = scores.masked_fill(~seen, -torch.inf).logsumexp(-1)
-    dead = ~seen.any(-1, keepdim=True)
-    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf).masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
+    if more.get("softcap"):
+        scores = more["softcap"] * torch.tanh(scores / more["softcap"])
+    if more.get("slopes") is not None:
+        scores = scores - more["slopes"].double().view(-1, 1, 1) * more["distance"].abs()
+    scores, inputs = scores.masked_fill(~seen, -torch.inf), [q, k, v]
+    if more.get("sinks") is not None:  # one more key that every query sees, of value 0
+        sinks = more["sinks"].detach().double().requires_grad_()
+        inputs.append(sinks)
+        scores = torch.cat([scores, sinks.view(-1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+        v = torch.cat([v, torch.zeros_like(v[:, :1])], 1)
+    lse = scores.logsumexp(-1)
+    dead = (scores == -torch.inf).all(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
     out = torch.einsum("bhqk,bkhd->bqhd", weights, v.repeat_interleave(group, 2))
-    grads = torch.autograd.grad(out, (q, k, v), dout.double())
+    grads = torch.autograd.grad(out, inputs, dout.double())
     return out.detach(), lse.detach().transpose(1, 2), *grads
 
 

@@ -1,0 +1,193 @@
+"""Masks x changes of scores x shapes, drawn at random, over ranks that are threads, against the dense definition."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+import usp
+from tests.dense import dense_attention, relative_error, visible
+from usp import layouts
+from usp.mask import Mask
+from usp.transports import local
+
+DEGREES = [(1, 2), (2, 1), (1, 3), (2, 2), (3, 1), (1, 4), (4, 1), (2, 3), (3, 2), (1, 1)]
+NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
+TOKENS = {"", "joint front", "joint rear", "cross"}
+
+
+@dataclass(frozen=True)
+class Combination:
+    """What is drawn from a seed; the same seed, the same case."""
+
+    seed: int
+    degrees: tuple[int, int]
+    layout: str
+    heads: tuple[int, int]
+    head_dims: tuple[int, int]
+    lengths: tuple[int, int]  # of queries, and of keys of their own or of joint tokens
+    masks: tuple[str, ...]
+    changes: tuple[str, ...]
+    tokens: str = ""
+    kv_layout: str = ""
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def batch(self) -> int:
+        return max(2, len(self.masks)) if self.seed % 3 == 0 or len(self.masks) > 1 else 1
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Whole q, k, v, dout, and those of joint tokens, sinks and slopes."""
+        make = torch.Generator().manual_seed(self.seed)
+        queries, others = self.lengths
+        keys = others if self.tokens == "cross" else queries
+        (heads, kv_heads), (d, e) = self.heads, self.head_dims
+        shapes = {
+            "q": (queries, heads, d),
+            "k": (keys, kv_heads, d),
+            "v": (keys, kv_heads, e),
+            "dout": (queries, heads, e),
+        }
+        if self.tokens.startswith("joint"):
+            shapes |= {f"joint {name}": (others, *shape[1:]) for name, shape in shapes.items()}
+        made = {
+            name: torch.randn(self.batch, *shape, generator=make, dtype=torch.float64) for name, shape in shapes.items()
+        }
+        made["sinks"] = torch.randn(heads, generator=make, dtype=torch.float64)
+        made["slopes"] = torch.rand(heads, generator=make, dtype=torch.float64)
+        return {name: t.to(self.dtype) for name, t in made.items()}
+
+
+def any_mask(pick: random.Random, seq_len: int) -> Mask:
+    """A named mask, or a union or an intersection of two."""
+    some = pick.randint(0, seq_len)
+    cuts = sorted({0, seq_len, *(pick.randint(1, seq_len) for _ in range(3))})
+    kinds = [
+        Mask.full(),
+        Mask.causal(),
+        Mask.window(pick.randint(0, 20), pick.randint(-1, 9)),
+        Mask.prefix_lm(some),
+        Mask.streaming(pick.randint(0, 5), pick.randint(0, 20)),
+        Mask.longformer(pick.randint(0, 5), pick.randint(0, 9)),
+        Mask.chunks(pick.randint(1, seq_len), seq_len) & Mask.causal(),
+        Mask.keys(pick.randint(0, 5), max(5, seq_len - pick.randint(0, 5))),
+        Mask.cu_seqlens(cuts),
+        Mask.cu_seqlens(cuts) & Mask.causal(),
+    ]
+    one, other = pick.sample(kinds, 2)
+    return pick.choice([one, one, one & other, one | other])
+
+
+def draw(seed: int) -> Combination:
+    pick = random.Random(seed)
+    ulysses, ring = pick.choice(DEGREES)
+    kv_heads = pick.randint(1, 3)
+    heads = kv_heads * pick.randint(1, 3)
+    while heads < ulysses:
+        heads += kv_heads
+    tokens = pick.choice(["", "", "", *sorted(TOKENS)])
+    lengths = pick.randint(1, 70), pick.randint(1, 40)
+    changes = tuple(name for name in ("softcap", "sinks", "slopes") if pick.random() < 0.4)
+    total = lengths[0] + (lengths[1] if tokens.startswith("joint") else 0)
+    rows = pick.choice([1, 1, 2]) if tokens != "cross" else 1
+    masks = tuple(str(any_mask(pick, total)) for _ in range(rows))
+    names = [name for name in layouts.names() if not layouts.needs_mask(name) or (rows == 1 and not tokens)]
+    layout, kv_layout = pick.choice(names), pick.choice(["", *(n for n in names if not layouts.needs_mask(n))])
+    if tokens == "cross":
+        masks = (str(pick.choice([Mask.full(), Mask.keys(0, lengths[1] // 2), Mask.causal(), Mask.window(9, 9)])),)
+        changes = tuple(name for name in changes if name != "slopes")
+    head_dims = pick.choice([(8, 8), (24, 16), (5, 7), (192, 128)])
+    dtype = pick.choice([torch.float64, torch.float64, torch.float32])
+    return Combination(
+        seed, (ulysses, ring), layout, (heads, kv_heads), head_dims, lengths, masks, changes, tokens, kv_layout, dtype
+    )
+
+
+def run(case: Combination, topology: usp.Topology) -> list[Tensor]:
+    """The results on one rank, gathered; joint rows come first or last, as in the definition."""
+    whole, cross = case.tensors(), case.tokens == "cross"
+    masks = [Mask.parse(text) for text in case.masks]
+    by_mask = dict(mask=masks[0]) if layouts.needs_mask(case.layout) else {}
+    kv_layout = (case.kv_layout or case.layout) if cross else case.layout
+
+    def cut(name: str) -> Tensor:
+        layout = kv_layout if name in "kv" else case.layout
+        return usp.shard(whole[name], topology, layout=layout, **by_mask).requires_grad_()
+
+    q, k, v = map(cut, "qkv")
+    joint = [whole[f"joint {name}"].clone().requires_grad_() for name in "qkv"] if case.tokens[:5] == "joint" else []
+    options = dict(mask=masks if len(masks) > 1 else masks[0], softcap=1.5 if "softcap" in case.changes else 0.0)
+    leaves = [q, k, v, *joint]
+    if "sinks" in case.changes:
+        leaves.append(whole["sinks"].clone().requires_grad_())
+        options["sinks"] = leaves[-1]
+    if "slopes" in case.changes:
+        options["alibi_slopes"] = whole["slopes"]
+    if cross:
+        options |= dict(kv_seq_len=case.lengths[1]) | (dict(kv_layout=case.kv_layout) if case.kv_layout else {})
+    if joint:
+        options |= dict(joint=tuple(joint), joint_strategy=case.tokens.split()[1])
+    attend = usp.USPAttention(topology=topology, layout=case.layout)
+    found = attend(q, k, v, seq_len=case.lengths[0], return_lse=True, **options)
+    # Every rank holds the joint rows, and its gradient is one share of the sum: here each has an equal part of it.
+    share = topology.sequence_degree
+    upstream = [cut("dout"), *([whole["joint dout"] / share] if joint else [])]
+    outs, lses = found[: len(upstream)], found[len(upstream) :]
+    grads = torch.autograd.grad(outs, leaves, [t.detach() for t in upstream])
+
+    def gather(x: Tensor, layout: str = case.layout, length: int = case.lengths[0]) -> Tensor:
+        return usp.unshard(x.detach(), topology, layout=layout, length=length, **by_mask)
+
+    keys = dict(layout=kv_layout, length=case.lengths[1]) if cross else {}
+    gathered = [gather(outs[0]), gather(lses[0]), gather(grads[0]), gather(grads[1], **keys), gather(grads[2], **keys)]
+    return gathered + [t.detach() for t in (*outs[1:], *lses[1:], *grads[3:])]
+
+
+def errors(case: Combination, results: list[list[Tensor]]) -> dict[str, float]:
+    """Relative errors, with what every rank has a share of added up over ranks."""
+    whole, joint = case.tensors(), case.tokens.startswith("joint")
+    sequence = [whole[name] for name in ("q", "k", "v", "dout")]
+    if joint:
+        added = [whole[f"joint {name}"] for name in ("q", "k", "v", "dout")]
+        order = (added, sequence) if case.tokens == "joint front" else (sequence, added)
+        sequence = [torch.cat(pair, 1) for pair in zip(*order, strict=True)]
+    q, k, *_ = sequence
+    size = max(q.shape[1], k.shape[1])
+    seen = torch.stack([visible(Mask.parse(text), size)[: q.shape[1], : k.shape[1]] for text in case.masks])
+    more = dict(softcap=1.5 if "softcap" in case.changes else 0.0)
+    if "sinks" in case.changes:
+        more["sinks"] = whole["sinks"]
+    if "slopes" in case.changes:
+        more |= dict(slopes=whole["slopes"], distance=torch.arange(size) - torch.arange(size).unsqueeze(-1))
+    expected = dense_attention(*sequence, seen.expand(case.batch, -1, -1), **more)
+    wrong = {}
+    for rank, result in enumerate(results):
+        sharded, rest = result[:5], result[5:]
+        if joint:
+            out, lse, *_ = rest
+            summed = [sum(other[5 + i] for other in results) for i in range(2, 5)]
+            pairs = zip((out, lse, *summed), sharded, strict=True)
+            sharded = [torch.cat(pair if case.tokens == "joint front" else pair[::-1], 1) for pair in pairs]
+            rest = rest[5:]
+        if "sinks" in case.changes:
+            sharded.append(sum(other[-1] for other in results))
+        for name, x, reference in zip(NAMES, sharded, expected, strict=False):
+            dead = reference == -torch.inf
+            if not torch.equal(x == -torch.inf, dead):
+                wrong[f"{name} on rank {rank}: -inf in other places"] = 1.0
+            wrong[f"{name} on rank {rank}"] = relative_error(x.masked_fill(dead, 0.0), reference.masked_fill(dead, 0.0))
+    return wrong
+
+
+@pytest.mark.filterwarnings("ignore:causal attention over a ring")
+@pytest.mark.parametrize("first", range(0, 120, 10))
+def test_random_combinations(first):
+    for seed in range(first, first + 10):
+        case = draw(seed)
+        ulysses, ring = case.degrees
+        results = local.run(lambda topology, case=case: run(case, topology), ulysses_degree=ulysses, ring_degree=ring)
+        bound = 1e-12 if case.dtype == torch.float64 else 4e-6
+        above = {name: error for name, error in errors(case, results).items() if not error <= bound}
+        assert not above, (case, above)
