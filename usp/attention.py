@@ -27,7 +27,7 @@ from usp.arguments import (
     masks_of,
     plain_heads,
 )
-from usp.errors import InputError, TopologyError, USPError
+from usp.errors import TopologyError, USPError
 from usp.heads import groups, share
 from usp.kernels.base import Call
 from usp.mask import Mask
@@ -64,7 +64,7 @@ class _Config:
 @torch.compiler.assume_constant_result
 def _look_up(topology: Topology, layout: str, kernel: str, transport: str) -> tuple[tuple[str, ...], str]:
     """The names of the kernels to choose from and of the transport. Raises InputError for a name without a file."""
-    layouts.load(layout)
+    layouts.parse(layout)
     return tuple(kernels.candidates(kernel)), transports.select(transport, topology.ring.group)
 
 
@@ -77,7 +77,7 @@ class USPAttention(nn.Module):
         topology: a grid of processes built before, instead of the degrees; otherwise one is built over the default
             process group, once for all modules of these degrees.
         layout: how positions are dealt to ring ranks: "contiguous" for shards sliced by hand; "zigzag" or "striped",
-            with shards from `usp.shard`, balance causal work.
+            with shards from `usp.shard`, balance causal work; `usp.layouts.for_mask("balanced", mask)` any work.
         kernel: "auto" (torch's flash attention, else the reference), or a name: "sdpa", "flash_attn", "reference".
         transport: "auto" ("p2p"), or a name: "p2p", "all_gather".
         scale: factor on the scores; default 1 / sqrt(D).
@@ -204,7 +204,7 @@ def _attend(
         check_options(*qkv[:2], options)
         check_joint(*qkv, options)
         masks, boundaries = masks_of(options, qkv[0].shape[0])
-        queries, keys = _sides(qkv, config, seq_len, options, () if boundaries is not None else masks)
+        queries, keys = _sides(qkv, config, seq_len, options)
         for mask in masks:
             mask.check(queries.seq_len)
         recipe = _recipe(qkv, config, (queries, keys), masks, options)
@@ -244,46 +244,35 @@ def _as_batch(qkv: QKV, options: AttentionOptions) -> tuple[QKV, AttentionOption
     return (query, key, value), options, True
 
 
-def _sides(
-    qkv: QKV, config: _Config, seq_len: int | None, options: AttentionOptions, masks: Sequence[Mask]
-) -> tuple[_Tokens, _Tokens]:
+def _sides(qkv: QKV, config: _Config, seq_len: int | None, options: AttentionOptions) -> tuple[_Tokens, _Tokens]:
     """How queries and keys are dealt: one object where they are the same tokens."""
     query, key, _ = qkv
-    joint, layout = options.get("joint"), config.layout
-    if layouts.needs_mask(layout) and (len(masks) != 1 or joint is not None or "kv_seq_len" in options):
-        raise InputError(
-            f"the {layout} layout deals tokens by the mask, and needs one for the whole batch, with known boundaries, "
-            "of one sequence without joint tokens"
-        )
-    mask = str(masks[0]) if layouts.needs_mask(layout) else ":"
-    queries = _tokens(config, layout, seq_len, query, "query", mask)
-    if joint is not None:
+    queries = _tokens(config.topology, config.layout, seq_len, query, "query")
+    if (joint := options.get("joint")) is not None:
         count, front = index(joint[0].shape[1]), options.get("joint_strategy") != "rear"
-        sections = (f"contiguous:{count}", layout) if front else (layout, f"contiguous:{count}")
+        sections = [f"contiguous:{count}", config.layout] if front else [config.layout, f"contiguous:{count}"]
         queries = _Tokens("+".join(sections), queries.seq_len + count, queries.lengths, count, front)
     if "kv_seq_len" not in options:
         return queries, queries
-    kv_layout = options.get("kv_layout") or layout
-    layouts.load(kv_layout)
-    return queries, _tokens(config, kv_layout, options["kv_seq_len"], key, "key", mask)
+    layout = options.get("kv_layout") or config.layout
+    return queries, _tokens(config.topology, layout, options["kv_seq_len"], key, "key")
 
 
-def _tokens(config: _Config, layout: str, seq_len: int | None, x: Tensor, name: str, mask: str) -> _Tokens:
-    topology, local = config.topology, x.shape[1]
+def _tokens(topology: Topology, layout: str, seq_len: int | None, x: Tensor, name: str) -> _Tokens:
+    local = x.shape[1]
     equal = local * topology.sequence_degree
     if torch.compiler.is_compiling() and (seq_len is None or seq_len == equal):
         # Both may be symbolic: one program for all lengths.
         return _Tokens(layout, equal, (local,) * topology.ulysses.degree)
     seq_len = index(equal if seq_len is None else seq_len)
-    return _Tokens(layout, seq_len, _lengths(topology, layout, seq_len, index(local), name, mask))
+    return _Tokens(layout, seq_len, _lengths(topology, layout, seq_len, index(local), name))
 
 
 @torch.compiler.assume_constant_result  # arithmetic on plain values: nothing in it is for the graph
-def _lengths(topology: Topology, layout: str, seq_len: int, local: int, name: str, mask: str) -> tuple[int, ...]:
+def _lengths(topology: Topology, layout: str, seq_len: int, local: int, name: str) -> tuple[int, ...]:
     """Tokens of the shards of this rank's Ulysses group. Raises InputError if its own does not have `local`."""
-    parsed = Mask.parse(mask)
-    check_length(local, name, seq_len, topology, layout, parsed)
-    whole = Schedule(parsed, layout, seq_len, topology.ring.degree).length(topology.ring.rank)
+    check_length(local, name, seq_len, topology, layout)
+    whole = Schedule(Mask.full(), layout, seq_len, topology.ring.degree).length(topology.ring.rank)
     return tuple(len(run) for run in split(whole, topology.ulysses.degree))
 
 

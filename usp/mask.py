@@ -139,9 +139,14 @@ class Region:
                 yield Region(seen, self.boundaries, queries & document, keys & outside)
 
     def __str__(self) -> str:
-        bands = "+".join(str(band) for band in self.bands)
-        spans = (f"{name}{span}" for name, span in (("q", self.queries), ("k", self.keys)) if span != FULL)
-        return "".join((bands, *spans)) + ("@" + ",".join(map(str, self.boundaries)) if self.boundaries else "")
+        parts = ["+".join([str(band) for band in self.bands])]  # of these forms, as torch.compile traces no others
+        if self.queries != FULL:
+            parts += ["q", str(self.queries)]
+        if self.keys != FULL:
+            parts += ["k", str(self.keys)]
+        if self.boundaries:
+            parts += ["@", ",".join([str(boundary) for boundary in self.boundaries])]
+        return "".join(parts)
 
     @classmethod
     def parse(cls, text: str) -> "Region":
@@ -319,7 +324,7 @@ class Mask:
 
     def __str__(self) -> str:
         """The canonical text, without spaces, which `parse` reads back."""
-        return "|".join(str(region) for region in self.regions) or "nothing"
+        return "|".join([str(region) for region in self.regions]) or "nothing"
 
     @classmethod
     @lru_cache(maxsize=256)
@@ -364,7 +369,13 @@ def _join_regions(regions: Iterable[Region]) -> tuple[Region, ...]:
             for region in found:
                 alike[replace(region, **{field: (FULL,) if field == "bands" else FULL})].append(region)
             found = tuple(joined for group in alike.values() for joined in _join_alike(group, field))
-    return found if len(found) < 2 else tuple(sorted(found, key=str))
+    return found if len(found) < 2 else tuple(sorted(found, key=_order))
+
+
+def _order(region: Region) -> tuple[object, ...]:
+    """What regions are sorted by."""
+    spans = region.queries, region.keys, *region.bands
+    return tuple([(s.lo is not None, s.lo or 0, s.hi is not None, s.hi or 0) for s in spans]), region.boundaries
 
 
 def _join_alike(group: Sequence[Region], field: str) -> Iterator[Region]:

@@ -85,7 +85,7 @@ class Schedule:
 
 @lru_cache(maxsize=4096)
 def _positions(schedule: Schedule, rank: int) -> Positions:
-    return layouts.positions(schedule.layout, schedule.seq_len, schedule.ring_degree, rank, schedule.mask)
+    return layouts.positions(schedule.layout, schedule.seq_len, schedule.ring_degree, rank)
 
 
 @lru_cache(maxsize=4096)

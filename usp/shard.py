@@ -6,7 +6,7 @@ Ring rank r owns `layout(S, R, r)`; inside a Ulysses group those positions are c
 import torch
 from torch import Tensor
 
-from usp import layouts, transports
+from usp import transports
 from usp.errors import InputError, USPError
 from usp.mask import Mask
 from usp.positions import Positions, split, take
@@ -14,20 +14,15 @@ from usp.schedule import Schedule
 from usp.topology import Axis, Topology
 
 
-def local_positions(seq_len: int, topology: Topology, layout: str, mask: Mask | None = None) -> Positions:
+def local_positions(seq_len: int, topology: Topology, layout: str) -> Positions:
     """Global positions of this rank's shard."""
-    owned = _schedule(seq_len, topology, layout, mask)
+    owned = _schedule(seq_len, topology, layout)
     run = split(owned.length(topology.ring.rank), topology.ulysses.degree)[topology.ulysses.rank]
     return take(owned.positions(topology.ring.rank), run)
 
 
 def positions(
-    seq_len: int,
-    topology: Topology,
-    layout: str = "contiguous",
-    *,
-    mask: Mask | None = None,
-    device: torch.device | str | None = None,
+    seq_len: int, topology: Topology, layout: str = "contiguous", *, device: torch.device | str | None = None
 ) -> Tensor:
     """Global token positions of this rank's shard, as RoPE needs them.
 
@@ -35,23 +30,19 @@ def positions(
         seq_len: global number of tokens.
         topology: the grid of processes.
         layout: name of the layout.
-        mask: for a layout that depends on it, such as "balanced".
         device: where the result lives.
 
     Returns:
         int64 tensor (S_local,).
 
     Raises:
-        InputError: no layout has that name, or it needs a mask.
+        InputError: no layout has that name.
     """
-    held = local_positions(seq_len, topology, layout, mask)
-    runs = [torch.arange(r.start, r.stop, r.step, device=device) for r in held]
+    runs = [torch.arange(r.start, r.stop, r.step, device=device) for r in local_positions(seq_len, topology, layout)]
     return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64, device=device)
 
 
-def shard(
-    x: Tensor, topology: Topology, dim: int = 1, layout: str = "contiguous", *, mask: Mask | None = None
-) -> Tensor:
+def shard(x: Tensor, topology: Topology, dim: int = 1, layout: str = "contiguous") -> Tensor:
     """This rank's part of a tensor that every rank holds whole.
 
     Args:
@@ -59,30 +50,22 @@ def shard(
         topology: the grid of processes.
         dim: its sequence dimension.
         layout: name of the layout.
-        mask: for a layout that depends on it, such as "balanced".
 
     Returns:
         A contiguous copy of the rows at `positions(x.shape[dim], topology, layout)`.
 
     Raises:
-        InputError: no layout has that name, it needs a mask, or `dim` is not a dimension of `x`.
+        InputError: no layout has that name, or `dim` is not a dimension of `x`.
     """
     dim = _dimension(x, dim)
     before = (slice(None),) * dim
-    held = local_positions(x.shape[dim], topology, layout, mask)
-    pieces = [x[(*before, slice(r.start, r.stop, r.step))] for r in held]
+    pieces = [x[(*before, slice(r.start, r.stop, r.step))] for r in local_positions(x.shape[dim], topology, layout)]
     return torch.cat(pieces, dim) if pieces else x.narrow(dim, 0, 0).clone()
 
 
 @torch.no_grad()
 def unshard(
-    x: Tensor,
-    topology: Topology,
-    dim: int = 1,
-    layout: str = "contiguous",
-    *,
-    length: int | None = None,
-    mask: Mask | None = None,
+    x: Tensor, topology: Topology, dim: int = 1, layout: str = "contiguous", *, length: int | None = None
 ) -> Tensor:
     """The whole tensor, on every rank: `unshard(shard(x)) == x` bit by bit. Collective over the ranks of a sequence.
 
@@ -94,7 +77,6 @@ def unshard(
         dim: its sequence dimension.
         layout: name of the layout.
         length: global number of tokens; may be left out where every shard is of the same length.
-        mask: for a layout that depends on it, such as "balanced".
 
     Raises:
         InputError: the shard is not as long as the layout makes it, or it requires a gradient.
@@ -104,13 +86,13 @@ def unshard(
         if x.requires_grad:
             raise InputError("unshard has no gradient and x requires one: pass x.detach()")
         seq_len = topology.sequence_degree * x.shape[dim] if length is None else length
-        check_length(x.shape[dim], "x", seq_len, topology, layout, mask)
+        check_length(x.shape[dim], "x", seq_len, topology, layout)
     except USPError as error:
         topology.object(error)
         raise
     others = (*x.shape[:dim], *x.shape[dim + 1 :])
     topology.confirm(dict(unshard=others, dim=dim, length=seq_len, layout=layout, dtype=x.dtype, device=x.device.type))
-    schedule = _schedule(seq_len, topology, layout, mask)
+    schedule = _schedule(seq_len, topology, layout)
     rows = x.movedim(dim, 0).contiguous()
     lengths = [len(run) for run in split(schedule.length(topology.ring.rank), topology.ulysses.degree)]
     rows = torch.cat(_gather(rows, topology.ulysses, lengths))
@@ -124,11 +106,9 @@ def unshard(
     return whole.movedim(0, dim).contiguous()
 
 
-def check_length(
-    given: int, name: str, seq_len: int, topology: Topology, layout: str, mask: Mask | None = None
-) -> None:
+def check_length(given: int, name: str, seq_len: int, topology: Topology, layout: str) -> None:
     """Raises InputError if a shard of `seq_len` tokens, called `name`, does not have `given` of them."""
-    expected = sum(len(run) for run in local_positions(seq_len, topology, layout, mask))
+    expected = sum(len(run) for run in local_positions(seq_len, topology, layout))
     if given == expected:
         return
     u, r = topology.ulysses, topology.ring
@@ -139,10 +119,8 @@ def check_length(
     )
 
 
-def _schedule(seq_len: int, topology: Topology, layout: str, mask: Mask | None) -> Schedule:
-    if mask is None and layouts.needs_mask(layout):
-        raise InputError(f"the {layout} layout deals tokens by the mask: give mask=, the one that attention gets")
-    return Schedule(mask or Mask.full(), layout, seq_len, topology.ring.degree)
+def _schedule(seq_len: int, topology: Topology, layout: str) -> Schedule:
+    return Schedule(Mask.full(), layout, seq_len, topology.ring.degree)
 
 
 def _dimension(x: Tensor, dim: int) -> int:

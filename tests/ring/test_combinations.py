@@ -93,8 +93,9 @@ def draw(seed: int) -> Combination:
     total = lengths[0] + (lengths[1] if tokens.startswith("joint") else 0)
     rows = pick.choice([1, 1, 2]) if tokens != "cross" else 1
     masks = tuple(str(any_mask(pick, total)) for _ in range(rows))
-    names = [name for name in layouts.names() if not layouts.needs_mask(name) or (rows == 1 and not tokens)]
-    layout, kv_layout = pick.choice(names), pick.choice(["", *(n for n in names if not layouts.needs_mask(n))])
+    dealt_by = any_mask(pick, lengths[0])  # not the mask of the call: a model's layers share a layout
+    layout = layouts.for_mask(pick.choice(layouts.names()), dealt_by)
+    kv_layout = pick.choice(["", "contiguous", "zigzag", "striped"]) if "@" not in layout else "zigzag"
     if tokens == "cross":
         masks = (str(pick.choice([Mask.full(), Mask.keys(0, lengths[1] // 2), Mask.causal(), Mask.window(9, 9)])),)
         changes = tuple(name for name in changes if name != "slopes")
@@ -109,12 +110,11 @@ def run(case: Combination, topology: usp.Topology) -> list[Tensor]:
     """The results on one rank, gathered; joint rows come first or last, as in the definition."""
     whole, cross = case.tensors(), case.tokens == "cross"
     masks = [Mask.parse(text) for text in case.masks]
-    by_mask = dict(mask=masks[0]) if layouts.needs_mask(case.layout) else {}
     kv_layout = (case.kv_layout or case.layout) if cross else case.layout
 
     def cut(name: str) -> Tensor:
         layout = kv_layout if name in "kv" else case.layout
-        return usp.shard(whole[name], topology, layout=layout, **by_mask).requires_grad_()
+        return usp.shard(whole[name], topology, layout=layout).requires_grad_()
 
     q, k, v = map(cut, "qkv")
     joint = [whole[f"joint {name}"].clone().requires_grad_() for name in "qkv"] if case.tokens[:5] == "joint" else []
@@ -138,7 +138,7 @@ def run(case: Combination, topology: usp.Topology) -> list[Tensor]:
     grads = torch.autograd.grad(outs, leaves, [t.detach() for t in upstream])
 
     def gather(x: Tensor, layout: str = case.layout, length: int = case.lengths[0]) -> Tensor:
-        return usp.unshard(x.detach(), topology, layout=layout, length=length, **by_mask)
+        return usp.unshard(x.detach(), topology, layout=layout, length=length)
 
     keys = dict(layout=kv_layout, length=case.lengths[1]) if cross else {}
     gathered = [gather(outs[0]), gather(lses[0]), gather(grads[0]), gather(grads[1], **keys), gather(grads[2], **keys)]

@@ -6,14 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.strategies import examples, flat
+from tests.unit.strategies import examples, flat, unions
 from usp import layouts
 from usp.errors import InputError
+from usp.mask import Mask
 from usp.positions import count
 
 every_layout = pytest.mark.parametrize("name", layouts.names())
-BALANCED_COUNTS = {"contiguous", "striped", "zigzag"}
-"""Layouts that deal by count; one that deals by work may give ranks unequal shares."""
+BALANCED_COUNTS = {"balanced", "contiguous", "striped", "zigzag"}
+"""Layouts that give ranks equal shares; one that deals by work alone may not."""
+
+
+def deal(data, name, seq_len, ring_degree):
+    """The positions of all ranks, for some mask."""
+    mask = data.draw(unions(seq_len)) if seq_len and layouts.needs_mask(name) else Mask.causal()
+    return [layouts.positions(name, seq_len, ring_degree, rank, mask) for rank in range(ring_degree)]
 
 
 def test_the_folder_holds_the_layouts_users_name():
@@ -30,9 +37,9 @@ def test_an_unknown_layout_lists_those_there_are():
 
 @every_layout
 @examples(150)
-@given(seq_len=st.integers(0, 200), ring_degree=st.integers(1, 9))
-def test_ranks_partition_the_sequence(name, seq_len, ring_degree):
-    held = [layouts.load(name)(seq_len, ring_degree, rank) for rank in range(ring_degree)]
+@given(data=st.data(), seq_len=st.integers(0, 200), ring_degree=st.integers(1, 9))
+def test_ranks_partition_the_sequence(name, data, seq_len, ring_degree):
+    held = deal(data, name, seq_len, ring_degree)
     assert sorted(token for positions in held for token in flat(positions)) == list(range(seq_len))
     for positions in held:
         assert isinstance(positions, tuple) and all(isinstance(run, range) for run in positions)
@@ -42,11 +49,11 @@ def test_ranks_partition_the_sequence(name, seq_len, ring_degree):
 
 @every_layout
 @examples(150)
-@given(seq_len=st.integers(0, 200), ring_degree=st.integers(1, 9))
-def test_counts_differ_by_at_most_one(name, seq_len, ring_degree):
+@given(data=st.data(), seq_len=st.integers(0, 200), ring_degree=st.integers(1, 9))
+def test_counts_differ_by_at_most_one(name, data, seq_len, ring_degree):
     if name not in BALANCED_COUNTS:
         pytest.skip(f"{name} does not deal by count")
-    counts = [count(layouts.load(name)(seq_len, ring_degree, rank)) for rank in range(ring_degree)]
+    counts = [count(positions) for positions in deal(data, name, seq_len, ring_degree)]
     assert max(counts) - min(counts) <= 1
     if seq_len % ring_degree == 0:
         assert set(counts) == {seq_len // ring_degree}
@@ -55,10 +62,15 @@ def test_counts_differ_by_at_most_one(name, seq_len, ring_degree):
 @every_layout
 def test_runs_of_one_rank_and_of_its_peers_share_a_step(name):
     """Tiles exist between runs of equal step only."""
-    steps = {
-        run.step for rank in range(5) for run in layouts.load(name)(97, 5, rank) if len(run) > 1
-    }  # fmt: skip
-    assert len(steps) == 1
+    held = (layouts.positions(name, 97, 5, rank, Mask.causal()) for rank in range(5))
+    assert len({run.step for runs in held for run in runs if len(run) > 1}) == 1
+
+
+def test_balanced_alone_needs_the_mask():
+    assert [name for name in layouts.names() if layouts.needs_mask(name)] == ["balanced"]
+    full, causal = (layouts.positions("balanced", 40, 2, 0, mask) for mask in (Mask.full(), Mask.causal()))
+    assert (flat(full), flat(causal)) == ([*range(20)], [*range(10), *range(30, 40)])
+    assert layouts.positions("striped", 40, 2, 0, Mask.full()) == layouts.load("striped")(40, 2, 0)
 
 
 @examples(100)

@@ -53,7 +53,7 @@ class ContextStage(Spec):
         if (self.ulysses_degree is None) != (self.ring_degree is None):
             raise ValueError("ulysses_degree and ring_degree go together: give both or neither")
         if self.layout is not None:
-            layouts.load(self.layout)
+            layouts.parse(self.layout)
         return self
 
     @property
