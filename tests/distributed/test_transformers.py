@@ -33,6 +33,14 @@ FAMILIES = {
     "qwen2": SHAPE | dict(use_sliding_window=True, sliding_window=15, max_window_layers=1),
     "qwen3": SHAPE | MIXED | dict(head_dim=8, use_sliding_window=True, sliding_window=12),
     "gemma3": SHAPE | MIXED | dict(model_type="gemma3_text", head_dim=8, query_pre_attn_scalar=20, sliding_window=6),
+    "gemma2": SHAPE | MIXED | dict(
+        head_dim=8, query_pre_attn_scalar=20, sliding_window=6, attn_logit_softcapping=1.0, final_logit_softcapping=None
+    ),
+    "gpt_oss": SHAPE | MIXED | dict(
+        head_dim=8, sliding_window=6, num_local_experts=4, num_experts_per_tok=2, rope_parameters=dict(
+            rope_type="default", rope_theta=10_000.0
+        ), experts_implementation="batched_mm",
+    ),
     "deepseek_v3": SHAPE | dict(
         num_key_value_heads=4, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
         topk_group=1, n_shared_experts=1, first_k_dense_replace=1, kv_lora_rank=16, q_lora_rank=24,
@@ -44,21 +52,48 @@ FAMILIES = {
     ),
 }  # fmt: skip
 """The last has no head: its hidden states, of width VOCAB, pass for logits."""
+UNUSUAL = ("gemma2", "gpt_oss")
+"""Families whose scores torch's own attention cannot make."""
 LANGUAGE = [family for family in FAMILIES if family != "qwen2_5_vl"]
 
 
 def build(family, **changes):
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers import (
+        AttentionInterface,
+        AttentionMaskInterface,
+        AutoConfig,
+        AutoModel,
+        AutoModelForCausalLM,
+    )
 
     wanted = FAMILIES[family] | changes
     config = AutoConfig.for_model(wanted.pop("model_type", family), **wanted)
     torch.manual_seed(0)
     auto = AutoModelForCausalLM if family in LANGUAGE else AutoModel
-    model = auto.from_config(config, attn_implementation="sdpa").double().train()
+    AttentionInterface.register("definition", definition)
+    AttentionMaskInterface.register("definition", AttentionMaskInterface()["eager"])
+    own = "definition" if family in UNUSUAL else "sdpa"
+    model = auto.from_config(config, attn_implementation=own).double().train()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("sinks"):
+                p.normal_()  # made 0 or not at all, which would hide a wrong head
     for module in model.modules():
         if type(module).__name__ in IN_FLOAT32:
             module.forward = partial(IN_FLOAT32[type(module).__name__], module)
     return model
+
+
+def definition(module, query, key, value, attention_mask, scaling, softcap=None, s_aux=None, **_):
+    """Softcap and sinks as transformers' eager functions have them, which take a softmax in float32."""
+    group = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(group, 1).transpose(2, 3) * scaling
+    scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+    scores = scores if attention_mask is None else scores + attention_mask
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1)[..., : key.shape[2]]
+    return (weights @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), None
 
 
 def gemma_norm(self, x):
@@ -71,7 +106,7 @@ def deepseek_router(self, x):
     return logits, weights / weights.sum(-1, keepdim=True) * self.routed_scaling_factor, indices
 
 
-IN_FLOAT32 = {"Gemma3RMSNorm": gemma_norm, "DeepseekV3TopkRouter": deepseek_router}
+IN_FLOAT32 = {"Gemma2RMSNorm": gemma_norm, "Gemma3RMSNorm": gemma_norm, "DeepseekV3TopkRouter": deepseek_router}
 """Modules that compute in float32 whatever their dtype, and so sum gradients over tokens to 1e-7 only."""
 
 
@@ -241,7 +276,9 @@ def test_activation_checkpointing(pool, family):
         ("mistral, window across shards", "padded", "zigzag", "compiled"),
         ("qwen2", "padded", "contiguous", "traced"),
         ("qwen3", "packed", "contiguous", "compiled"),
+        ("gemma2", "packed", "zigzag", "compiled"),
         ("gemma3", "padded", "zigzag", "traced"),
+        ("gpt_oss", "padded", "contiguous", "compiled"),
         ("deepseek_v3", "packed", "zigzag", "compiled"),
     ],
 )

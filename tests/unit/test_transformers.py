@@ -160,8 +160,6 @@ GEMMA = dict(head_dim=8, sliding_window=8)
 @pytest.mark.parametrize(
     ("kind", "auto", "changes", "reason"),
     [
-        ("gemma2", AutoModelForCausalLM, GEMMA, r"softcap \(attn_logit_softcapping=50.0\) is not supported"),
-        ("gpt_oss", AutoModelForCausalLM, dict(head_dim=8, num_local_experts=2), r"sinks \(s_aux\) are not supported"),
         ("llama", AutoModelForCausalLM, dict(attention_dropout=0.1), "set attention_dropout to 0, it is 0.1"),
         ("llama", AutoModelForCausalLM, dict(num_attention_heads=1, num_key_value_heads=1),
          r"it has 1 query heads and ulysses_degree=2 needs one a rank: use ulysses_degree <= 1"),
@@ -256,8 +254,6 @@ def test_it_does_not_generate(enabled):
 @pytest.mark.parametrize(
     ("argument", "value", "reason"),
     [
-        ("softcap", 50.0, r"attention softcap \(softcap\) is not supported"),
-        ("s_aux", torch.zeros(4), r"attention sinks \(s_aux\) is not supported"),
         ("position_bias", torch.zeros(4, 24, 24), r"a position bias \(position_bias\) is not supported"),
         ("dropout", 0.1, "attention dropout is 0.1, and must be 0"),
         ("usp_shard", None, "does not hand keyword arguments on"),

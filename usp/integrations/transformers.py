@@ -12,7 +12,7 @@ A forward hook carries the global length and the document boundaries to every at
 recomputation in checkpointing sees what the forward pass saw, and two models in one process may differ.
 
 What would make a sharded model differ from one process is refused in words, by `enable` where the config tells and by
-the forward pass otherwise: softcap, sinks, attention dropout, chunked and linear attention, cross attention, caches,
+the forward pass otherwise: attention dropout, chunked and linear attention, cross attention, caches,
 masks that are not causal, windowed or made of documents, missing or local position ids, labels that are shifted after
 sharding. The load-balancing loss of a mixture of experts stays what it is under data parallelism: each rank's own.
 
@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from usp.arguments import MaskOptions
+from usp.arguments import AttentionOptions
 from usp.attention import USPAttention
 from usp.errors import InputError, USPError
 from usp.shard import check_length, positions
@@ -45,9 +45,6 @@ except ImportError as error:
     ) from error
 
 NO_PARAMETER = {
-    "softcap": "attention softcap",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
     "position_bias": "a position bias",
     "indices": "sparse attention",
     "block_indices": "sparse attention",
@@ -194,10 +191,6 @@ def _refusals(model: PreTrainedModel, topology: Topology) -> Iterator[str]:
         yield "its pooler reads the first token, which one rank has: build it with add_pooling_layer=False"
     if getattr(model, "loss_type", None) not in LOSSES:
         yield f"its loss ({model.loss_type}) is not a sum over tokens"
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        yield f"attention softcap (attn_logit_softcapping={config.attn_logit_softcapping}) is not supported"
-    if any(name.endswith("sinks") for name, _ in model.named_parameters()):
-        yield "attention sinks (s_aux) are not supported"
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", False):
         yield "a decoder that is switched to bidirectional attention is not supported"
     for name in DROPOUTS:
@@ -259,16 +252,20 @@ class _Adapter:
         is_causal = given.get("is_causal")
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
-        which: MaskOptions = {"is_causal": is_causal}
+        options: AttentionOptions = {"is_causal": is_causal}
         if window is not None:  # a query sees the keys less than `window` away from it
-            which["window_size"] = (window - 1, 0 if is_causal else window - 1)
+            options["window_size"] = (window - 1, 0 if is_causal else window - 1)
         shard: Shard = given["usp_shard"]
         if shard.cu_seqlens is not None:
-            which["cu_seqlens"] = shard.cu_seqlens
+            options["cu_seqlens"] = shard.cu_seqlens
+        if given.get("softcap") is not None:  # Gemma 2
+            options["softcap"] = given["softcap"]
+        if given.get("s_aux") is not None:  # gpt-oss
+            options["sinks"] = given["s_aux"]
         scale = given.get("scaling")
         attention = self.attentions[scale] if scale in self.attentions else self.make(scale=scale)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        return attention(query, key, value, seq_len=shard.seq_len, **which), None
+        return attention(query, key, value, seq_len=shard.seq_len, **options), None
 
     def _refusal(
         self, module: nn.Module, query: Tensor, key: Tensor, attention_mask: object, given: Mapping[str, Any]
