@@ -6,7 +6,7 @@ padding. After the cut a rank sees only its own tokens, whose neighbours may be 
 B batch, S tokens of the whole sequence, S_local this rank's.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,10 +45,9 @@ def shard_batch(
             - loss_weights (B, S): the weight of every label, shifted along with labels
             - position_ids (S,), (B, S), or (3, B, S) and (4, B, S) of M-RoPE
             - cu_seqlens, or transformers' cu_seq_lens_q and cu_seq_lens_k: boundaries of packed documents over the
-              whole sequence, (0, ..., S). Without them, documents begin where position_ids restart at 0.
+              whole sequence, (0, ..., S), or a list of such, one for each row. Without them, documents begin where
+              position_ids restart at 0.
             - attention_mask (B, S): 1, and 0 for padding on either side.
-
-            Documents and padding must be the same in all rows.
         topology: the grid of processes.
         layout: name of the layout.
         sequence_dims: the sequence dimension of every other entry that is to be cut; None for one that is passed on
@@ -60,24 +59,23 @@ def shard_batch(
         counting over the whole sequence and from 0 in every document; shift_labels, and the same tensor as labels, as
         transformers computes no loss without; loss_weights; whatever `sequence_dims` names. The target of a document's
         last token is ignore_index and its weight 0, and so for all padding. Whole: seq_len (S) and, where there is more
-        than one document, cu_seqlens as a tuple of ints, in which padding is a document of its own. attention_mask
-        is left out. The rest is passed on.
+        than one document, cu_seqlens as a tuple of ints, or where rows differ a tuple of such for each row; padding is
+        a document of its own there. attention_mask is left out. The rest is passed on.
 
     Raises:
-        InputError: the batch is a shard already, rows have different documents or padding, a mask is not padding on
-            either side, an entry's shape does not fit, or one has a dimension of S and is not in `sequence_dims`.
+        InputError: the batch is a shard already, a mask is not padding on either side, an entry's shape does not fit,
+            or one has a dimension of S and is not in `sequence_dims`.
     """
     batch = {name: value for name, value in batch.items() if value is not None}
     rows, seq_len = _size(batch)
     dims = _dims(batch, sequence_dims or {}, rows, seq_len)
-    real = _real(batch.pop("attention_mask", None), seq_len)
+    mask = batch.pop("attention_mask", None)
+    real = [range(seq_len)] * rows if mask is None else [_real(mask, row) for row in range(rows)]
     boundaries = _boundaries(batch, real, seq_len)
     batch |= _targets(batch, boundaries, real, ignore_index)
     if "position_ids" not in batch:
-        starts = torch.tensor(boundaries[:-1])
-        lengths = torch.tensor(boundaries).diff()
-        position_ids = torch.arange(seq_len) - starts.repeat_interleave(lengths)
-        batch["position_ids"] = position_ids.to(_tokens(batch).device).expand(rows, -1)
+        position_ids = torch.stack([_counting(row) for row in boundaries])
+        batch["position_ids"] = position_ids.to(_tokens(batch).device)
     cut = {
         name: shard(value, topology, dims[name], layout) if name in dims else value
         for name, value in batch.items()
@@ -85,8 +83,10 @@ def shard_batch(
     }
     if "shift_labels" in cut:
         cut["labels"] = cut["shift_labels"]
-    documents = {"cu_seqlens": boundaries} if len(boundaries) > 2 else {}
-    return {**cut, "seq_len": seq_len, **documents}
+    cut["seq_len"] = seq_len
+    if any(len(row) > 2 for row in boundaries):
+        cut["cu_seqlens"] = boundaries[0] if len(set(boundaries)) == 1 else tuple(boundaries)
+    return cut
 
 
 def check_batch(batch: Mapping[str, Any], topology: Topology) -> None:
@@ -179,88 +179,93 @@ def _shape(value: Any) -> tuple[int, ...]:
     return tuple(getattr(value, "shape", ()))
 
 
-def _real(attention_mask: Tensor | None, seq_len: int) -> range:
-    """The tokens that are not padding."""
-    if attention_mask is None or bool((attention_mask == 1).all()):
-        return range(seq_len)
-    wrong = (attention_mask != 0) & (attention_mask != 1)
+def _real(attention_mask: Tensor, row: int) -> range:
+    """The tokens of a row that are not padding."""
+    mask = attention_mask[row]
+    wrong = (mask != 0) & (mask != 1)
     if wrong.any():
         raise InputError(
-            f"attention_mask holds {attention_mask[wrong][0].item()} where it must be 1, or 0 for padding: "
+            f"attention_mask holds {mask[wrong][0].item()} where it must be 1, or 0 for padding: "
             "give the boundaries of packed documents as cu_seqlens"
         )
-    if (attention_mask != attention_mask[0]).any():
-        lengths = attention_mask.sum(1).tolist()
-        raise InputError(
-            f"the rows of attention_mask differ (they have {_brief(lengths)} tokens), and padding must be the same in "
-            "all rows: give one row at a time, or pack documents with LongContextCollator; where attention is causal "
-            "and padding is on the right, the batch without attention_mask is exact too, as long as labels on padding "
-            "are ignore_index"
-        )
-    kept = attention_mask[0].nonzero().flatten()
+    kept = mask.nonzero().flatten()
     if kept.numel() == 0:
-        raise InputError("attention_mask hides every token")
+        raise InputError(f"attention_mask hides every token of row {row}")
     real = range(int(kept[0]), int(kept[-1]) + 1)
     if len(real) != kept.numel():
         raise InputError(
-            f"attention_mask hides {len(real) - kept.numel()} tokens between others: it may hide padding on either "
-            "side; take the hidden tokens out of the batch"
+            f"attention_mask hides {len(real) - kept.numel()} tokens between others in row {row}: it may hide padding "
+            "on either side; take the hidden tokens out of the batch"
         )
     return real
 
 
-def _boundaries(batch: Mapping[str, Any], real: range, seq_len: int) -> tuple[int, ...]:
-    """Document boundaries, (0, ..., S); padding on either side is a document."""
-    given = {name: _integers(name, batch[name]) for name in _BOUNDARIES if name in batch}
-    if len(set(given.values())) > 1:
-        raise InputError("document boundaries differ: " + "; ".join(f"{n} is {_brief(b)}" for n, b in given.items()))
-    if given:
-        (inner,) = set(given.values())
-        Mask.cu_seqlens(inner).check(seq_len)
-    else:
-        inner = _restarts(batch["position_ids"], real) if "position_ids" in batch else ()
-    return tuple(sorted({0, real.start, *(b for b in inner if b in real), real.stop, seq_len}))
+def _boundaries(batch: Mapping[str, Any], real: Sequence[range], seq_len: int) -> list[tuple[int, ...]]:
+    """Document boundaries of every row, (0, ..., S); padding on either side is a document."""
+    given = {name: _integers(name, batch[name], len(real)) for name in _BOUNDARIES if name in batch}
+    found = list(given.values())
+    if any(other != found[0] for other in found):
+        shown = "; ".join(f"{name} is {_brief(rows[0])}" for name, rows in given.items())
+        raise InputError(f"document boundaries differ: {shown}")
+    inner = found[0] if found else [()] * len(real)
+    if not found and "position_ids" in batch:
+        inner = [_restarts(batch["position_ids"], row, tokens) for row, tokens in enumerate(real)]
+    for row in inner if found else ():
+        Mask.cu_seqlens(row).check(seq_len)
+    return [
+        tuple(sorted({0, tokens.start, *(b for b in row if b in tokens), tokens.stop, seq_len}))
+        for row, tokens in zip(inner, real, strict=True)
+    ]
 
 
-def _integers(name: str, boundaries: Any) -> tuple[int, ...]:
-    if len(_shape(boundaries)) != 1:
-        raise InputError(f"{name} must be one row of boundaries (0, ..., S), got shape {_shape(boundaries)}")
-    return tuple(map(int, boundaries.tolist() if isinstance(boundaries, Tensor) else boundaries))
+def _integers(name: str, boundaries: Any, rows: int) -> list[tuple[int, ...]]:
+    """Boundaries of every row, from one list for all of them or one for each."""
+    values = boundaries.tolist() if hasattr(boundaries, "tolist") else list(boundaries)
+    lists = [isinstance(value, Sequence) for value in values]
+    if not any(lists):
+        values = [values] * rows
+    elif not all(lists) or len(values) != rows:
+        raise InputError(
+            f"{name} must be boundaries (0, ..., S), or a list of such for each of the {rows} rows, got "
+            f"{len(values)} entries"
+        )
+    return [tuple(map(int, row)) for row in values]
 
 
-def _restarts(position_ids: Tensor, real: range) -> list[int]:
-    """Where documents begin: at position 0, in all axes of M-RoPE. Positions that don't count from there are refused.
+def _counting(boundaries: Sequence[int]) -> Tensor:
+    """Positions (S,) that count from 0 in every document."""
+    ends = torch.tensor(boundaries)
+    return torch.arange(boundaries[-1]) - ends[:-1].repeat_interleave(ends.diff())
+
+
+def _restarts(position_ids: Tensor, row: int, real: range) -> tuple[int, ...]:
+    """Where a row's documents begin: at position 0, in all axes of M-RoPE. Positions that don't count are refused.
 
     A jump is no boundary that one may guess: it is one to some attention functions and not to others, and a shard of a
     zigzag layout has one too.
     """
-    positions = position_ids[..., real.start : real.stop]
-    zero = (positions == 0).all(0) if positions.ndim == 3 else torch.atleast_2d(positions) == 0
-    differing = (zero != zero[0]).any(1).nonzero().flatten().tolist()
-    if differing:
-        raise InputError(
-            f"position_ids restart at other tokens in row {differing[0]} than in row 0: documents must be the same in "
-            "all rows; give one row at a time, or pack all documents into one row with LongContextCollator"
-        )
+    whole = torch.atleast_2d(position_ids)
+    whole = whole[..., row if whole.shape[-2] > 1 else 0, :]  # (S,), or (axes, S)
+    positions = whole[..., real.start : real.stop]
+    zero = (positions == 0).all(0) if positions.ndim == 2 else positions == 0
     index = torch.arange(len(real), device=positions.device)
-    if positions.ndim == 3:
-        wrong = (index == 0) & ~zero[0]
+    if positions.ndim == 2:
+        wrong = (index == 0) & ~zero
     else:
-        counted = index - torch.where(zero[0], index, 0).cummax(0).values
-        wrong = (torch.atleast_2d(positions) != counted).any(0)
+        wrong = positions != index - torch.where(zero, index, 0).cummax(0).values
     if wrong.any():
         first = max(int(wrong.nonzero()[0]) + real.start - 1, 0)
-        shown = _brief(position_ids.reshape(-1, position_ids.shape[-1])[0, first:].tolist())
+        shown = _brief(torch.atleast_2d(whole)[0, first:].tolist())
         raise InputError(
-            f"position_ids are {shown} from token {first} on, and documents are read from positions that start at 0 "
-            "and count by one: give cu_seqlens too, (0, S) for one document; if this batch was cut already, give the "
-            "whole one"
+            f"position_ids are {shown} from token {first} of row {row} on, and documents are read from positions that "
+            "start at 0 and count by one: give cu_seqlens too, (0, S) for one document; if this batch was cut already, "
+            "give the whole one"
         )
-    return (zero[0].nonzero().flatten() + real.start).tolist()
+    return tuple((zero.nonzero().flatten() + real.start).tolist())
 
 
 def _targets(
-    batch: Mapping[str, Any], boundaries: tuple[int, ...], real: range, ignore_index: int
+    batch: Mapping[str, Any], boundaries: Sequence[Sequence[int]], real: Sequence[range], ignore_index: int
 ) -> dict[str, Tensor]:
     """shift_labels and loss_weights (B, S): of the token that comes next."""
     given = [name for name in _TARGETS if name in batch]
@@ -271,11 +276,12 @@ def _targets(
             raise InputError("the batch has loss_weights and no labels to weigh: give labels or shift_labels too")
         return {}
     labels = batch[given[0]]
-    ignored = torch.ones(labels.shape[1], dtype=torch.bool, device=labels.device)
-    ignored[real.start : real.stop] = False
+    ignored = torch.ones(labels.shape, dtype=torch.bool)
     shifted = given == ["labels"]
-    if shifted:
-        ignored[torch.tensor(boundaries[1:], device=labels.device) - 1] = True
+    for row, (tokens, ends) in enumerate(zip(real, boundaries, strict=True)):
+        ignored[row, tokens.start : tokens.stop] = False
+        if shifted:
+            ignored[row, torch.tensor(ends[1:]) - 1] = True
 
     def align(x: Tensor, fill: int) -> Tensor:
         return (x.roll(-1, 1) if shifted else x).masked_fill(ignored.to(x.device), fill)

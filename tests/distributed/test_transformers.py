@@ -375,6 +375,36 @@ def test_local_positions_are_an_error_on_every_rank(pool):
     assert [name for name, _ in others] == ["InputError"] * 3
 
 
+def rows_of_their_own(rank):
+    """Relative errors of logits and gradients: one row is padded on the left, the other packed and padded."""
+    topology, whole = usp.Topology.build(2, 2), make("whole")
+    ids, mask = whole.given["input_ids"], torch.ones(2, SEQ_LEN, dtype=torch.int64)
+    mask[0, :9] = mask[1, -3:] = 0
+    given = whole.given | dict(attention_mask=mask, cu_seqlens=[(0, SEQ_LEN), (0, 5, SEQ_LEN)])
+    documents = [(0, 9, SEQ_LEN), (1, 0, 5), (1, 5, SEQ_LEN - 3)]
+    plain, model = build("qwen2"), build("qwen2")
+    shifted, losses = torch.full_like(ids, -100), []
+    for row, start, stop in documents:
+        shifted[row, start : stop - 1] = given["labels"][row, start + 1 : stop]
+        logits = plain(input_ids=ids[row : row + 1, start:stop], use_cache=False).logits
+        losses.append(summed_loss(logits, shifted[row : row + 1, start:stop].clone()))
+    total = (shifted != -100).sum()
+    expected = gradients(plain, sum(losses) / total)
+    enable(model, topology, layout="zigzag")
+    shard = shard_batch(given, topology, "zigzag")
+    targets_here = shard.pop("shift_labels")
+    del shard["labels"]
+    loss = summed_loss(model(**shard).logits, targets_here) / total
+    found = gradients(model, loss)
+    for grad in found.values():
+        dist.all_reduce(grad)
+    return max(relative_error(grad, expected[name]) for name, grad in found.items())
+
+
+def test_rows_with_documents_and_padding_of_their_own(pool):
+    assert max(pool(4).run(rows_of_their_own)) <= BOUND
+
+
 def transformers_own_boundaries(rank):
     """`cu_seq_lens_q` and `cu_seq_lens_k`, as transformers' collator for packed batches makes them."""
     topology, batch = usp.Topology.build(2, 2), make("packed", rows=1)

@@ -243,23 +243,22 @@ IDS = {"input_ids": tokens(2, 6)}
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"position_ids": torch.stack((counting(6), counting(3, 3)))}, r"restart at other tokens in row 1 .* LongC"),
         ({"position_ids": counting(6) + 6}, r"position_ids are \(6, 7, .*give cu_seqlens too.*cut already"),
-        ({"position_ids": torch.tensor([0, 1, 2, 9, 10, 11])}, r"are \(2, 9, 10, 11\) from token 2 on"),
-        ({"position_ids": torch.tensor([0, 1, 1, 2, 3, 4])}, r"are \(1, 1, 2, 3, 4\) from token 1 on"),
-        ({"position_ids": (counting(6) + 1).expand(3, 2, 6)}, r"from token 0 on"),
+        ({"position_ids": torch.tensor([0, 1, 2, 9, 10, 11])}, r"are \(2, 9, 10, 11\) from token 2 of row 0 on"),
+        ({"position_ids": torch.tensor([0, 1, 1, 2, 3, 4])}, r"are \(1, 1, 2, 3, 4\) from token 1 of row 0 on"),
+        ({"position_ids": (counting(6) + 1).expand(3, 2, 6)}, r"from token 0 of row 0 on"),
         ({"position_ids": counting(5)}, r"position_ids has shape \(5,\).*give \(6,\), \(2, 6\), or \(3, 2, 6\)"),
         ({"position_ids": counting(6).expand(3, 6)}, r"position_ids has shape \(3, 6\)"),
         ({"position_ids": counting(6).expand(1, 3, 2, 6)}, r"position_ids has shape"),
         ({"cu_seqlens": (0, 3)}, r"documents add up to 3 tokens and the global sequence has 6"),
         ({"cu_seqlens": (0, 3, 3, 6)}, r"must start at 0 and ascend"),
         ({"cu_seqlens": ()}, r"hold no document"),
-        ({"cu_seqlens": torch.tensor([[0, 6], [0, 6]])}, r"one row of boundaries .* shape \(2, 2\)"),
+        ({"cu_seqlens": torch.tensor([[0, 6], [0, 5]])}, r"add up to 5 tokens"),
+        ({"cu_seqlens": [[0, 6]] * 3}, r"list of such for each of the 2 rows, got 3 entries"),
         ({"cu_seqlens": (0, 6), "cu_seq_lens_q": (0, 2, 6)}, r"differ: cu_seqlens is \(0, 6\); cu_seq_lens_q"),
-        ({"attention_mask": torch.tensor([[1] * 6, [1] * 5 + [0]])}, r"\(6, 5\) tokens.*causal .* is exact too"),
-        ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 0]] * 2)}, r"hides 1 tokens between others"),
+        ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 0]] * 2)}, r"hides 1 tokens between others in row 0"),
         ({"attention_mask": torch.tensor([[1, 1, 2, 2, 3, 3]] * 2)}, r"holds 2 where it must be 1.*cu_seqlens"),
-        ({"attention_mask": torch.zeros(2, 6)}, r"hides every token"),
+        ({"attention_mask": torch.zeros(2, 6)}, r"hides every token of row 0"),
         ({"attention_mask": torch.ones(2, 1, 6, 6)}, r"shape \(2, 1, 6, 6\): only \(B, S\)"),
         ({"attention_mask": torch.ones(2, 7)}, r"attention_mask has shape \(2, 7\), and the tokens are 2 rows of 6"),
         ({"attention_mask": [[1] * 6] * 2}, r"attention_mask must be a tensor, got list: use return_tensors='pt'"),
@@ -399,11 +398,14 @@ def attend_document(window: int):
     return attend
 
 
-def one_by_one(model: nn.Module, batch: dict, documents: list[range], window: int) -> tuple[Tensor, int, list[Tensor]]:
-    """(loss, number of targets, gradients) of every row's documents run alone, shifted by hand, without usp."""
+def one_by_one(model: nn.Module, batch: dict, documents: list, window: int) -> tuple[Tensor, int, list[Tensor]]:
+    """(loss, number of targets, gradients) of every row's documents run alone, shifted by hand, without usp.
+
+    `documents` are those of all rows, or a list of those of each.
+    """
     total, number = torch.zeros((), dtype=torch.float64), 0
     for row in range(batch["input_ids"].shape[0]):
-        for d in documents:
+        for d in documents if isinstance(documents[0], range) else documents[row]:
             ids, labels, weights = (batch[n][row, d.start : d.stop] for n in ("input_ids", "labels", "loss_weights"))
             logits = model(ids[None], torch.arange(len(d))[None], attend_document(window))[0]
             for i in range(len(d) - 1):
@@ -463,6 +465,17 @@ STEPS = {
         [range(11), range(11, 25)],
         FAR,
     ),
+    "rows of other lengths": (
+        {"attention_mask": torch.cat([hide(30, range(23))[:1], hide(30, range(2, 30))[:1]])},
+        [[range(23)], [range(2, 30)]],
+        FAR,
+    ),
+    "rows of other documents": (
+        {"position_ids": torch.cat([counting(7, 23), counting(11, 14, 5)]).view(2, 30)},
+        [[range(7), range(7, 30)], [range(11), range(11, 25), range(25, 30)]],
+        9,
+    ),
+    "rows of other boundaries": ({"cu_seqlens": [[0, 30], (0, 4, 30)]}, [[range(30)], [range(4), range(4, 30)]], FAR),
     "a window longer than a shard": ({}, [range(32)], 16),
     "a window and documents": ({"cu_seqlens": (0, 19, 30)}, [range(19), range(19, 30)], 9),
     "seven tokens, padded to eight": ({"attention_mask": hide(8, range(7)), "cu_seqlens": (0, 8)}, [range(7)], FAR),
@@ -473,7 +486,8 @@ STEPS = {
 @pytest.mark.parametrize("case", STEPS)
 def test_a_sharded_step_has_the_gradients_of_documents_run_alone(case, layout):
     more, documents, window = STEPS[case]
-    seq_len = more["attention_mask"].shape[1] if "attention_mask" in more else max(d.stop for d in documents)
+    every = documents if isinstance(documents[0], range) else [d for row in documents for d in row]
+    seq_len = more["attention_mask"].shape[1] if "attention_mask" in more else max(d.stop for d in every)
     torch.manual_seed(0)
     model, batch = TinyLM(seq_len).double(), draw(2, seq_len)
     loss, number, grads = one_by_one(model, batch, documents, window)

@@ -21,7 +21,7 @@ B batch, S tokens of this rank, H query heads, G kv heads, D head_dim of q and k
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -59,16 +59,20 @@ DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "attn_pdrop")
 PREFIX = "usp-"
 
 
+Boundaries = tuple[int, ...] | tuple[tuple[int, ...], ...]
+"""Of documents: of all rows, or of each row."""
+
+
 class Shard(NamedTuple):
     """What the attention layers of one forward pass must know beyond their tensors.
 
     Attributes:
         seq_len: global number of tokens; None where every rank has the same number.
-        cu_seqlens: document boundaries over the GLOBAL sequence, or None.
+        cu_seqlens: document boundaries over the GLOBAL sequence, of all rows or one for each; or None.
     """
 
     seq_len: int | None
-    cu_seqlens: tuple[int, ...] | None
+    cu_seqlens: Boundaries | None
 
 
 class Enabled:
@@ -364,14 +368,14 @@ class _Adapter:
             self._check_positions(position_ids, seq_len, shard.cu_seqlens)
         return shard
 
-    def _check_positions(self, given: Tensor, seq_len: int, cu_seqlens: tuple[int, ...] | None) -> None:
+    def _check_positions(self, given: Tensor, seq_len: int, cu_seqlens: Boundaries | None) -> None:
         topology, layout = self.topology, self.layout
         check_length(given.shape[-1], "position_ids", seq_len, topology, layout)
         expected = positions(seq_len, topology, layout, device=given.device)
         right = given == expected
         if cu_seqlens is not None:
-            ends = torch.tensor(cu_seqlens, device=given.device)
-            right |= given == expected - ends[torch.bucketize(expected, ends, right=True) - 1]
+            rows = [cu_seqlens] if isinstance(cu_seqlens[0], int) else cu_seqlens
+            right |= given == torch.stack([_in_documents(expected, row) for row in rows])
         if not right.all():
             packed = "" if cu_seqlens is not None else "; positions that restart need the documents' cu_seqlens"
             raise InputError(
@@ -380,6 +384,12 @@ class _Adapter:
                 f"usp.shard_batch or usp.positions, with the layout given to enable{packed}; check_positions=False "
                 "accepts any"
             )
+
+
+def _in_documents(positions: Tensor, boundaries: Any) -> Tensor:
+    """The same positions, counted from the starts of their documents."""
+    ends = torch.tensor(boundaries, device=positions.device)
+    return positions - ends[torch.bucketize(positions, ends, right=True) - 1]
 
 
 def _is_sliding(module: nn.Module) -> bool:
@@ -405,13 +415,17 @@ def _check_mask(mask: Any) -> None:
         )
 
 
-def _documents(given: dict[str, Any]) -> tuple[int, ...] | None:
+def _documents(given: dict[str, Any]) -> Boundaries | None:
     """Takes the document boundaries out of the model's arguments."""
     names = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
     found = {name: given.pop(name) for name in names if given.get(name) is not None}
     for name in ("max_length_q", "max_length_k"):  # follow from the boundaries
         given.pop(name, None)
-    ends = {tuple(map(int, value.tolist() if isinstance(value, Tensor) else value)) for value in found.values()}
+    ends = {_plain(value.tolist() if isinstance(value, Tensor) else value) for value in found.values()}
     if len(ends) > 1:
         raise InputError(f"{' and '.join(found)} differ: queries and keys must have the same documents")
     return ends.pop() if ends else None
+
+
+def _plain(boundaries: Sequence[Any]) -> Boundaries:
+    return tuple(tuple(map(int, row)) if isinstance(row, Sequence) else int(row) for row in boundaries)  # pyright: ignore[reportReturnType] of a mixture, refused later
