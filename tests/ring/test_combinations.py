@@ -191,3 +191,30 @@ def test_random_combinations(first):
         bound = 1e-12 if case.dtype == torch.float64 else 4e-6
         above = {name: error for name, error in errors(case, results).items() if not error <= bound}
         assert not above, (case, above)
+
+
+def test_gradients_through_an_lse_that_counts_sinks():
+    make = torch.Generator().manual_seed(5)
+    q, k, v, dout = (torch.randn(1, 21, 2, 8, generator=make, dtype=torch.float64) for _ in range(4))
+    sinks, dlse = (torch.randn(*shape, generator=make, dtype=torch.float64) for shape in ((2,), (1, 21, 2)))
+
+    def work(topology):
+        cut = [usp.shard(t, topology, layout="zigzag") for t in (q, k, v, dout, dlse)]
+        leaves = [t.requires_grad_() for t in (*cut[:3], sinks.clone())]
+        attend = usp.USPAttention(topology=topology, layout="zigzag")
+        out, lse = attend(*leaves[:3], sinks=leaves[3], is_causal=True, return_lse=True, seq_len=21)
+        grads = torch.autograd.grad((out * cut[3]).sum() + (lse * cut[4]).sum(), leaves)
+        whole = [usp.unshard(grad, topology, layout="zigzag", length=21) for grad in grads[:3]]
+        return [*whole, grads[3]]
+
+    leaves = [t.clone().requires_grad_() for t in (q, k, v, sinks)]
+    scores = torch.einsum("bqhd,bkhd->bhqk", *leaves[:2]) * 8**-0.5
+    scores = scores.masked_fill(torch.ones(21, 21, dtype=torch.bool).triu(1), -torch.inf)
+    scores = torch.cat([scores, leaves[3].view(1, 2, 1, 1).expand(1, 2, 21, 1)], -1)
+    out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., :-1], leaves[2])
+    loss = (out * dout).sum() + (scores.logsumexp(-1).transpose(1, 2) * dlse).sum()
+    expected = torch.autograd.grad(loss, leaves)
+    for ulysses, ring in ((1, 3), (2, 2)):
+        results = local.run(work, ulysses_degree=ulysses, ring_degree=ring)
+        found = [*results[0][:3], sum(result[3] for result in results)]
+        assert all(relative_error(x, reference) < 1e-12 for x, reference in zip(found, expected, strict=True))
