@@ -61,19 +61,19 @@ class Fake:
         assert q.shape[-1] % 8 == 0
         assert all(t.shape[-1] == q.shape[-1] and t.stride(-1) == 1 for t in (q, *others))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:
         self.check(q, k, v)
-        out, lse = Reference().tile_forward(q, k, v, band, Scores(scale))
+        out, lse = Reference().tile_forward(q, k, v, band, scores)
         return out, lse.masked_fill(lse == -torch.inf, torch.inf).transpose(1, 2).contiguous()
 
-    def backward(self, given: tuple[Tensor, ...], grads: tuple[Tensor, ...], scale: float, band: Band) -> None:
+    def backward(self, given: tuple[Tensor, ...], grads: tuple[Tensor, ...], band: Band, scores: Scores) -> None:
         *tensors, lse = given
         self.check(*tensors, *grads)
         batch, rows, heads, _ = tensors[1].shape
         assert lse.shape == (batch, heads, rows)
         assert lse.is_contiguous()
         *inputs, out = tensors
-        shares = Reference().tile_backward(*inputs, (out, lse.transpose(1, 2)), band, Scores(scale))
+        shares = Reference().tile_backward(*inputs, (out, lse.transpose(1, 2)), band, scores)
         for grad, share in zip(grads, shares, strict=True):
             grad.copy_(share)
 
@@ -105,20 +105,20 @@ def flash2_modules(fake: Fake, version: str = "2.8.3") -> dict[str, ModuleType]:
         q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
         return_softmax,
     ):  # fmt: skip
-        assert (dropout_p, causal, softcap, alibi_slopes, return_softmax) == (0.0, False, 0.0, None, False)
+        assert (dropout_p, causal, alibi_slopes, return_softmax) == (0.0, False, None, False)
         fake.calls.append(("flash2", None))
         band = flash2_band(q, k, window_size_left, window_size_right)
-        out, lse = fake.forward(q, k, v, softmax_scale, band)
+        out, lse = fake.forward(q, k, v, band, Scores(softmax_scale, softcap))
         return out, lse, torch.empty(0), torch.empty(2, dtype=torch.int64)
 
     def _flash_attn_backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
         window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
     ):  # fmt: skip
-        assert (dropout_p, causal, softcap, alibi_slopes, rng_state) == (0.0, False, 0.0, None, None)
+        assert (dropout_p, causal, alibi_slopes, rng_state) == (0.0, False, None, None)
         fake.calls.append(("flash2", deterministic))
         band = flash2_band(q, k, window_size_left, window_size_right)
-        fake.backward((dout, q, k, v, out, softmax_lse), (dq, dk, dv), softmax_scale, band)
+        fake.backward((dout, q, k, v, out, softmax_lse), (dq, dk, dv), band, Scores(softmax_scale, softcap))
         return torch.empty(0)
 
     vars(package).update(__version__=version, flash_attn_interface=interface)
@@ -134,7 +134,7 @@ def define_flash3(library: torch.library.Library, fake: Fake, schema: dict[str, 
             zip([a.name for a in arguments], args, strict=False)
         )
         ours = {"q", "k", "v", "dout", "out", "softmax_lse", "dq", "dk", "dv", "softmax_scale", "is_causal"}
-        ours |= {"window_size_left", "window_size_right", "num_splits", "deterministic"}
+        ours |= {"window_size_left", "window_size_right", "softcap", "num_splits", "deterministic"}
         assert not any(value for name, value in given.items() if name not in ours)
         assert not given["is_causal"]
         return given
@@ -144,16 +144,16 @@ def define_flash3(library: torch.library.Library, fake: Fake, schema: dict[str, 
         assert (a["out"], a["num_splits"]) == (None, 1)
         fake.calls.append(("flash3", None))
         band = flash3_band(a["q"], a["k"], a["window_size_left"], a["window_size_right"])
-        return *fake.forward(a["q"], a["k"], a["v"], a["softmax_scale"], band), torch.empty(0), torch.empty(0)
+        scores = Scores(a["softmax_scale"], a["softcap"])
+        return *fake.forward(a["q"], a["k"], a["v"], band, scores), torch.empty(0), torch.empty(0)
 
     def bwd(*args):
         a = named(backward, args)
         fake.calls.append(("flash3", a["deterministic"]))
         band = flash3_band(a["q"], a["k"], a["window_size_left"], a["window_size_right"])
         grads = a["dq"], a["dk"], a["dv"]
-        fake.backward(
-            tuple(a[t] for t in ("dout", "q", "k", "v", "out", "softmax_lse")), grads, a["softmax_scale"], band
-        )
+        given = tuple(a[t] for t in ("dout", "q", "k", "v", "out", "softmax_lse"))
+        fake.backward(given, grads, band, Scores(a["softmax_scale"], a["softcap"]))
         return *(grads if schema["grads"] else ()), *(torch.empty(0) for _ in range(5))
 
     forward, backward = FLASH3_FWD.format_map(schema), FLASH3_BWD.format_map(schema)
@@ -226,12 +226,14 @@ def seen(rows: int, columns: int, band: Band) -> Tensor:
     return torch.tensor(pairs).view(rows, columns)
 
 
-def test_forward_and_backward_are_exact(kernel: FlashAttn) -> None:
+@pytest.mark.parametrize("softcap", [0.0, 0.5])
+def test_forward_and_backward_are_exact(kernel: FlashAttn, softcap: float) -> None:
+    scores = Scores(0.3, softcap)
     for (rows, columns, band), head_dims in zip(random_tiles(45), cycle([(8, 8), (12, 20), (24, 16)]), strict=False):
         q, k, v, dout = tensors(rows, columns, *head_dims, dtype=torch.float64)
-        out, lse = kernel.forward(q, k, v, band, Scores(0.3))
-        grads = kernel.backward(dout, q, k, v, (out, lse), band, Scores(0.3))
-        expected = dense_attention(q, k, v, dout, seen(rows, columns, band), 0.3)
+        out, lse = kernel.forward(q, k, v, band, scores)
+        grads = kernel.backward(dout, q, k, v, (out, lse), band, scores)
+        expected = dense_attention(q, k, v, dout, seen(rows, columns, band), 0.3, softcap=softcap)
         for name, x, reference in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), expected, strict=True):
             assert x.shape == reference.shape
             assert relative_error(x, reference) < 1e-12, f"{name} of {rows} x {columns} under {band}"
@@ -282,7 +284,7 @@ def test_flash_attention_3_serves_hopper(
     q, k, v, _ = tensors(4, 4, 8, 8, dtype=torch.float64)
     with torch.library._scoped_library("flash_attn_3", "DEF") as library:
         define_flash3(library, fake, FLASH3_SCHEMAS["flash3_in_place"])
-        FlashAttn().forward(q, k, v, Band(), 0.3)
+        FlashAttn().forward(q, k, v, Band(), Scores(0.3))
     assert fake.calls == [("flash3" if capability[0] == 9 else "flash2", None)]
 
 
@@ -304,7 +306,11 @@ MISSING = (
             "FlashAttention takes bfloat16 and float16, not torch.float32",
         ),
         (Call("cuda", torch.bfloat16, 64, 264), "FlashAttention takes head_dim up to 256"),
-        (Call("cuda", torch.bfloat16, 256, 100), None),
+        (
+            Call("cuda", torch.bfloat16, 64, 64, alibi=True),
+            "a ring's tiles are not the diagonal that FlashAttention counts its linear biases from",
+        ),
+        (Call("cuda", torch.bfloat16, 256, 100, softcap=True), None),
     ],
 )
 def test_refusals(kernel: FlashAttn, call: Call, reason: str | None) -> None:
@@ -338,9 +344,10 @@ def test_importing_the_kernel_imports_no_package(tmp_path: Path, pytestconfig: p
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["flash_attn", "sdpa"])
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (72, 40)])
-def test_on_a_gpu(name: str, head_dims: tuple[int, int]) -> None:
-    kernel, dtype = kernels.load(name), torch.bfloat16
-    if reason := kernel.refuses(Call("cuda", dtype, *head_dims)):
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_on_a_gpu(name: str, head_dims: tuple[int, int], softcap: float) -> None:
+    kernel, dtype, scores = kernels.load(name), torch.bfloat16, Scores(0.1, softcap)
+    if reason := kernel.refuses(Call("cuda", dtype, *head_dims, softcap=softcap > 0)):
         pytest.skip(reason)
     long = [
         (300, 300, Band(None, 0)),
@@ -351,10 +358,10 @@ def test_on_a_gpu(name: str, head_dims: tuple[int, int]) -> None:
     for rows, columns, band in random_tiles(30) + long:
         q, k, v, dout = tensors(rows, columns, *head_dims, dtype=dtype, device="cuda")
         exact = [t.double() for t in (q, k, v)]
-        out, lse = Reference().forward(*exact, band, Scores(0.1))
-        expected = out, lse, *Reference().backward(dout.double(), *exact, (out, lse), band, Scores(0.1))
-        output = kernel.forward(q, k, v, band, Scores(0.1))
-        grads = kernel.backward(dout, q, k, v, (out.to(dtype), lse.float()), band, Scores(0.1))
+        out, lse = Reference().forward(*exact, band, scores)
+        expected = out, lse, *Reference().backward(dout.double(), *exact, (out, lse), band, scores)
+        output = kernel.forward(q, k, v, band, scores)
+        grads = kernel.backward(dout, q, k, v, (out.to(dtype), lse.float()), band, scores)
         names = ("out", "lse", "dq", "dk", "dv")
         for which, x, reference in zip(names, (*output, *grads), expected, strict=True):
             assert relative_error(x, reference) < 2e-2, f"{which} of {rows} x {columns} under {band}"

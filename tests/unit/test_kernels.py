@@ -4,12 +4,15 @@ A kernel that cannot take a call on the CPU is skipped with the reason it gives 
 """
 
 import itertools
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from tests.dense import dense_attention, relative_error
@@ -17,7 +20,7 @@ from tests.unit.strategies import examples
 from usp import kernels
 from usp.errors import InputError, KernelError
 from usp.kernels._windows import WindowKernel
-from usp.kernels.base import Call, Kernel, Scores, hidden_by
+from usp.kernels.base import Alibi, Call, Kernel, Scores, hidden_by
 from usp.kernels.reference import Reference
 from usp.mask import CAUSAL, FULL, Band
 from usp.merge import accumulation_dtype, merge_
@@ -31,7 +34,7 @@ class Windows(WindowKernel):
 
     @override
     def refuses(self, call: Call) -> str | None:
-        return None
+        return "a window kernel is given no linear biases" if call.alibi else None
 
     @override
     def window_forward(self, q, k, v, window, scores):
@@ -69,6 +72,9 @@ WIDE = {torch.float64: 1e-12, torch.float32: 2e-6}
 HALF = [torch.bfloat16, torch.float16]
 
 every_kernel = pytest.mark.parametrize("name", MAKERS)
+every_change = pytest.mark.parametrize(
+    "changes", [("softcap",), ("alibi",), ("softcap", "alibi")], ids=["softcap", "alibi", "both"]
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -80,9 +86,9 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def kernel_for(name: str, dtype: torch.dtype, head_dim: int = 8, v_head_dim: int = 8) -> Kernel:
+def kernel_for(name: str, dtype: torch.dtype, head_dim: int = 8, v_head_dim: int = 8, changes=()) -> Kernel:
     kernel = MAKERS[name]()
-    reason = kernel.refuses(Call("cpu", dtype, head_dim, v_head_dim))
+    reason = kernel.refuses(Call("cpu", dtype, head_dim, v_head_dim, **dict.fromkeys(changes, True)))
     if reason is not None:
         pytest.skip(reason)
     return kernel
@@ -152,19 +158,53 @@ def seen_in(call: dict) -> torch.Tensor:
     return ~hidden_by(call["band"], call["rows"], call["columns"], torch.device("cpu"))
 
 
+def changed(call: dict, changes: tuple[str, ...]) -> dict:
+    """The call with changes of its scores: a softcap that binds, slopes, and positions of two runs a side."""
+    heads = call["kv_heads"] * call["group"]
+    generator = torch.Generator().manual_seed(call["seed"])
+    softcap = (0.3, 2.0, 30.0)[call["seed"] % 3] if "softcap" in changes else 0.0
+    slopes = torch.rand(heads, generator=generator) / 20 if "alibi" in changes else None
+    return call | {"softcap": softcap, "slopes": slopes}
+
+
+def two_runs(length: int, gap: int) -> torch.Tensor:
+    """Positions as a zigzag tile has them."""
+    return torch.arange(length) + gap * (torch.arange(length) >= length // 2)
+
+
+def positions(call: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of queries and of keys; keys also lie behind queries that see them."""
+    return two_runs(call["rows"], call["seed"] % 89) + 20, two_runs(call["columns"], call["seed"] % 97)
+
+
+def scores_of(call: dict, dtype: torch.dtype) -> Scores:
+    if call.get("slopes") is None:
+        return Scores(call["scale"], call.get("softcap", 0.0))
+    alibi = Alibi(*(t.to(accumulation_dtype(dtype)) for t in (call["slopes"], *positions(call))))
+    return Scores(call["scale"], call["softcap"], alibi)
+
+
+def changes_of(call: dict) -> dict:
+    """The same changes, as the dense definition takes them."""
+    rows, columns = positions(call)
+    distance = rows.unsqueeze(-1) - columns
+    return {"softcap": call.get("softcap", 0.0), "slopes": call.get("slopes"), "distance": distance}
+
+
 def run(kernel: Kernel, call: dict, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """out, lse, dq, dk and dv."""
     q, k, v, dout = tensors(call, dtype)
+    scores = scores_of(call, dtype)
     before = [t.clone() for t in (q, k, v, dout)]
-    out, lse = kernel.forward(q, k, v, call["band"], Scores(call["scale"]))
-    grads = kernel.backward(dout, q, k, v, (out.to(dtype), lse), call["band"], Scores(call["scale"]))
+    out, lse = kernel.forward(q, k, v, call["band"], scores)
+    grads = kernel.backward(dout, q, k, v, (out.to(dtype), lse), call["band"], scores)
     assert all(torch.equal(now, then) for now, then in zip((q, k, v, dout), before, strict=True)), "inputs changed"
     return out, lse, *grads
 
 
 def oracle(call: dict, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     q, k, v, dout = tensors(call, dtype)
-    return dense_attention(q, k, v, dout, seen_in(call), call["scale"])
+    return dense_attention(q, k, v, dout, seen_in(call), call["scale"], **changes_of(call))
 
 
 def assert_conventions(result: tuple[torch.Tensor, ...], call: dict, dtype: torch.dtype) -> None:
@@ -188,13 +228,19 @@ def terms(call: dict, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     A row that sees one key has dq = 0 as the difference of two equal numbers, each rounded on its own.
     """
     q, k, v, dout = (t.double() for t in tensors(call, dtype))
-    out, lse, *_ = dense_attention(q, k, v, dout, seen_in(call), call["scale"])
+    changes, slope_of_softcap = changes_of(call), 1.0
+    out, lse, *_ = dense_attention(q, k, v, dout, seen_in(call), call["scale"], **changes)
     group = call["group"]
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(group, 2)) * call["scale"]
+    if cap := changes["softcap"]:
+        tanh = torch.tanh(scores / cap)
+        scores, slope_of_softcap = cap * tanh, 1.0 + tanh.square()
+    if changes["slopes"] is not None:
+        scores = scores - changes["slopes"].double().view(-1, 1, 1) * changes["distance"].abs()
     weights = torch.exp(scores - lse.transpose(1, 2).unsqueeze(-1)).masked_fill(~seen_in(call), 0.0)
     q, k, v, dout = q.abs(), k.abs().repeat_interleave(group, 2), v.abs().repeat_interleave(group, 2), dout.abs()
     products = torch.einsum("bqhe,bkhe->bhqk", dout, v) + (dout * out.abs()).sum(-1).transpose(1, 2).unsqueeze(-1)
-    dscores = weights * products * call["scale"]
+    dscores = weights * products * slope_of_softcap * call["scale"]
     return (
         torch.einsum("bhqk,bkhe->bqhe", weights, v),
         torch.einsum("bhqk,bkhd->bqhd", dscores, k),
@@ -233,6 +279,48 @@ def assert_close(
 @given(call=calls())
 def test_forward_and_backward_match_dense_attention(name, dtype, call):
     kernel = kernel_for(name, dtype, call["head_dim"], call["v_head_dim"])
+    result = run(kernel, call, dtype)
+    assert_conventions(result, call, dtype)
+    assert_close(result, oracle(call, dtype), call, dtype)
+
+
+@every_kernel
+@every_change
+@pytest.mark.parametrize("dtype", [*WIDE, *HALF], ids=str)
+@examples(15)
+@given(call=calls())
+def test_changes_of_scores_match_dense_attention(name, changes, dtype, call):
+    kernel = kernel_for(name, dtype, call["head_dim"], call["v_head_dim"], changes)
+    call = changed(call, changes)
+    result = run(kernel, call, dtype)
+    assert_conventions(result, call, dtype)
+    assert_close(result, oracle(call, dtype), call, dtype)
+
+
+@every_kernel
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+@pytest.mark.parametrize("head_dims", [(24, 24), (40, 40), (80, 80), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_head_dims_of_models(name, dtype, head_dims):
+    call = {
+        "rows": 70, "columns": 90, "batch": 1, "kv_heads": 2, "group": 2, "head_dim": head_dims[0],
+        "v_head_dim": head_dims[1], "scale": head_dims[0] ** -0.5, "layouts": ("heads first",) * 4, "seed": 1,
+        "band": Band(-40, 10),
+    }  # fmt: skip
+    result = run(kernel_for(name, dtype, *head_dims), call, dtype)
+    assert_conventions(result, call, dtype)
+    assert_close(result, oracle(call, dtype), call, dtype)
+
+
+@every_kernel
+@every_change
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+def test_changes_of_scores_over_many_blocks(name, changes, dtype):
+    call = {
+        "rows": 800, "columns": 900, "batch": 1, "kv_heads": 2, "group": 3, "head_dim": 8, "v_head_dim": 8,
+        "scale": 0.3, "layouts": ("contiguous",) * 4, "seed": 1, "band": Band(-700, 0),
+    }  # fmt: skip
+    kernel = kernel_for(name, dtype, changes=changes)
+    call = changed(call, changes)
     result = run(kernel, call, dtype)
     assert_conventions(result, call, dtype)
     assert_close(result, oracle(call, dtype), call, dtype)
@@ -308,26 +396,44 @@ def test_half_precision_is_as_good_as_torchs(name, dtype, band):
 # ---- what a ring relies on -------------------------------------------------------------------------------------------
 
 
-@every_kernel
-@pytest.mark.parametrize("dtype", WIDE, ids=str)
-@examples(30)
-@given(call=calls(lengths=st.integers(1, 60)), cuts=st.lists(st.integers(1, 59), max_size=3, unique=True))
-def test_shares_of_blocks_of_keys_add_up(name, dtype, call, cuts):
+cut_calls = given(call=calls(lengths=st.integers(1, 60)), cuts=st.lists(st.integers(1, 59), max_size=3, unique=True))
+
+
+def assert_shares_add_up(kernel: Kernel, call: dict, cuts: list[int], dtype: torch.dtype) -> None:
     """Merged outputs are the whole output; with the whole out and lse, gradients of the blocks are its gradients."""
-    kernel = kernel_for(name, dtype, call["head_dim"], call["v_head_dim"])
     q, k, v, dout = tensors(call, dtype)
+    scores, rows = scores_of(call, dtype), slice(0, call["rows"])
     edges = [0, *sorted(cut for cut in cuts if cut < call["columns"]), call["columns"]]
     blocks = [(slice(a, b), call["band"].shift(-a)) for a, b in itertools.pairwise(edges)]
     out, lse = torch.zeros_like(dout), q.new_full(q.shape[:-1], -torch.inf)
     for columns, band in blocks:
-        merge_(out, lse, *kernel.forward(q, k[:, columns], v[:, columns], band, Scores(call["scale"])))
+        merge_(out, lse, *kernel.forward(q, k[:, columns], v[:, columns], band, scores.cut(rows, columns)))
     dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
     for columns, band in blocks:
-        shares = kernel.backward(dout, q, k[:, columns], v[:, columns], (out, lse), band, Scores(call["scale"]))
+        cut = scores.cut(rows, columns)
+        shares = kernel.backward(dout, q, k[:, columns], v[:, columns], (out, lse), band, cut)
         dq += shares[0]
         dk[:, columns] += shares[1]
         dv[:, columns] += shares[2]
     assert_close((out, lse, dq, dk, dv), oracle(call, dtype), call, dtype)
+
+
+@every_kernel
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+@examples(30)
+@cut_calls
+def test_shares_of_blocks_of_keys_add_up(name, dtype, call, cuts):
+    assert_shares_add_up(kernel_for(name, dtype, call["head_dim"], call["v_head_dim"]), call, cuts, dtype)
+
+
+@every_kernel
+@every_change
+@pytest.mark.parametrize("dtype", WIDE, ids=str)
+@examples(10)
+@cut_calls
+def test_shares_add_up_under_changes_of_scores(name, changes, dtype, call, cuts):
+    kernel = kernel_for(name, dtype, call["head_dim"], call["v_head_dim"], changes)
+    assert_shares_add_up(kernel, changed(call, changes), cuts, dtype)
 
 
 @every_kernel
@@ -358,6 +464,33 @@ def test_large_scores_do_not_overflow(name):
 
 
 @every_kernel
+def test_a_saturated_softcap_passes_no_gradient_to_scores(name):
+    kernel = kernel_for(name, torch.float64, changes=("softcap",))
+    q, k = torch.ones(1, 3, 1, 8, dtype=torch.float64), torch.full((1, 4, 1, 8), 100.0, dtype=torch.float64)
+    v = torch.arange(32.0, dtype=torch.float64).view(1, 4, 1, 8)
+    out, lse = kernel.forward(q, k, v, FULL, Scores(1.0, 5.0))
+    dq, dk, dv = kernel.backward(out, q, k, v, (out, lse), FULL, Scores(1.0, 5.0))
+    assert relative_error(out, v.mean(1, keepdim=True).expand_as(out)) <= 1e-12
+    assert relative_error(lse, torch.full_like(lse, 5.0 + math.log(4))) <= 1e-12
+    assert relative_error(dv, out[:, :1].expand_as(dv) * 3 / 4) <= 1e-12
+    assert (dq == 0).all() and (dk == 0).all()
+
+
+@every_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_keys_too_far_to_matter_weigh_nothing(name, dtype):
+    """Their weights underflow, in the block of keys where a row begins as in later ones."""
+    kernel = kernel_for(name, dtype, changes=("alibi",))
+    q, k, v, dout = (torch.randn(1, 130, 1, 8, generator=torch.Generator().manual_seed(s)).to(dtype) for s in range(4))
+    alibi = Alibi(torch.tensor([1000.0]), torch.arange(130.0), torch.arange(130.0))
+    out, lse = kernel.forward(q, k, v, FULL, Scores(1.0, alibi=alibi))
+    dq, dk, dv = kernel.backward(dout, q, k, v, (v, lse), FULL, Scores(1.0, alibi=alibi))
+    assert torch.equal(out.to(dtype), v)
+    assert torch.equal(dv.to(dtype), dout)
+    assert dq.abs().max() <= 1e-4 and dk.abs().max() <= 1e-4
+
+
+@every_kernel
 def test_nan_comes_out(name):
     kernel = kernel_for(name, torch.float32)
     q, k, v = (torch.randn(1, 6, 1, 8) for _ in range(3))
@@ -365,6 +498,38 @@ def test_nan_comes_out(name):
     out, lse = kernel.forward(q, k, v, CAUSAL, Scores(1.0))
     assert torch.equal(out.isnan().any(-1).flatten(), torch.arange(6) >= 3)
     assert torch.equal(lse.isnan().flatten(), torch.arange(6) >= 3)
+
+
+class Scratch(TorchDispatchMode):
+    """Keeps every tensor that an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[torch.Tensor] = []
+
+    @override
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.made += [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        return result
+
+    def largest(self, *known: torch.Tensor) -> int:
+        """Bytes of the largest storage that is none of those of `known`."""
+        pointers = {t.untyped_storage().data_ptr() for t in known}
+        storages = [t.untyped_storage() for t in self.made]
+        return max(storage.nbytes() for storage in storages if storage.data_ptr() not in pointers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_reference_holds_one_head_and_blocks(dtype):
+    given = [torch.randn(2, 512, 8, 16).to(dtype) for _ in range(4)]
+    (q, k, v, dout), scores, one_head, block = given, Scores(0.3, 2.0), 512 * 16, 64
+    with Scratch() as scratch:
+        result = Reference(block).forward(q, k, v, CAUSAL, scores)
+    assert scratch.largest(*given, *result) == 4 * max(one_head, block * block)
+    with Scratch() as scratch:
+        grads = Reference(block).backward(dout, q, k, v, result, CAUSAL, scores)
+    assert scratch.largest(*given, *result, *grads) == 4 * max(one_head, block * block)
 
 
 # ---- names and selection ---------------------------------------------------------------------------------------------
@@ -388,8 +553,8 @@ def test_an_unknown_kernel_lists_those_there_are():
         kernels.candidates("spda")
 
 
-def select(name: str, *call) -> str:
-    return kernels.select(kernels.candidates(name), Call(*call))
+def select(name: str, *call, **changes) -> str:
+    return kernels.select(kernels.candidates(name), Call(*call, **changes))
 
 
 def test_auto_takes_the_first_that_does_not_refuse():
@@ -400,6 +565,8 @@ def test_auto_takes_the_first_that_does_not_refuse():
     assert select("auto", "cuda", torch.bfloat16, 60, 44) == "sdpa"
     assert select("auto", "cuda", torch.bfloat16, 264, 64) == "reference"
     assert select("auto", "mps", torch.float32, 64, 64) == "reference"
+    assert select("auto", "cpu", torch.float32, 64, 64, softcap=True) == "reference"
+    assert select("auto", "cuda", torch.bfloat16, 64, 64, alibi=True) == "reference"
 
 
 def test_a_kernel_asked_for_by_name_is_never_replaced():
@@ -428,6 +595,8 @@ def test_when_all_refuse_the_error_has_each_ones_reason():
         (("cuda", torch.bfloat16, 64, 264), "head_dim up to 256"),
         (("mps", torch.float32, 64, 64), "for cpu and cuda, not mps"),
         (("cpu", torch.int32, 64, 64), "torch.float64, torch.float32, torch.bfloat16, torch.float16"),
+        (("cpu", torch.float32, 64, 64, True, False), "torch's CPU flash attention has no softcap"),
+        (("cuda", torch.bfloat16, 64, 64, False, True), "torch's CUDA flash attention has no alibi"),
     ],
 )
 def test_sdpa_says_why(call, reason):

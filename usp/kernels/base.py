@@ -154,11 +154,10 @@ class Kernel(ABC):
 def hidden_by(band: Band, rows: int, columns: int, device: torch.device) -> Tensor:
     """Boolean (rows, columns), true where the band hides the pair."""
     hidden = torch.zeros(rows, columns, dtype=torch.bool, device=device)
-    offset = torch.arange(columns, device=device) - torch.arange(rows, device=device).unsqueeze(-1)
     if band.lo is not None:
-        hidden |= offset < band.lo
+        hidden |= torch.ones_like(hidden).tril_(band.lo - 1)
     if band.hi is not None:
-        hidden |= offset > band.hi
+        hidden |= torch.ones_like(hidden).triu_(band.hi + 1)
     return hidden
 
 

@@ -1,7 +1,8 @@
 """torch's own flash attention ops, called below scaled_dot_product_attention because a ring needs their lse.
 
 CPU: aten::_scaled_dot_product_flash_attention_for_cpu. Its traps: causal only from the top left and no window (a band
-is cut into row blocks under an additive mask), one head_dim for q, k and v (padded), half-precision backward many times
+is cut into row blocks under an additive mask), no change of scores (biases would be a mask of all heads by all keys,
+and no faster than the reference), one head_dim for q, k and v (padded), half-precision backward many times
 slower than float32 on a CPU without matrix units for it.
 CUDA: aten::_flash_attention_forward (FlashAttention-2), whose windows count from the bottom right.
 """
@@ -30,9 +31,11 @@ class Sdpa(Kernel):
 
     @override
     def refuses(self, call: Call) -> str | None:
-        """Reasons: device, dtype, head_dim."""
+        """Reasons: device, softcap or alibi, dtype, head_dim."""
         if call.device not in self._by_device:
             return f"torch has flash attention for cpu and cuda, not {call.device}"
+        if call.softcap or call.alibi:
+            return f"torch's {call.device.upper()} flash attention has no {'softcap' if call.softcap else 'alibi'}"
         return self._by_device[call.device].refuses(call)
 
     @override
@@ -54,8 +57,6 @@ class Cpu(Kernel):
 
     @override
     def refuses(self, call: Call) -> str | None:
-        if call.softcap:
-            return "torch's CPU flash attention has no softcap"
         known = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
         return None if call.dtype in known else f"torch's CPU flash attention takes {known}, not {call.dtype}"
 
@@ -63,7 +64,7 @@ class Cpu(Kernel):
     def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:
         v_head_dim = v.shape[-1]
         q, k, v = same_head_dim(q, k, v)
-        out, lse = _cpu_forward(q, k, v, band, scores)
+        out, lse = _cpu_forward(q, k, v, band, scores.scale)
         return out[..., :v_head_dim], lse
 
     @override
@@ -72,29 +73,29 @@ class Cpu(Kernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         (out, lse), head_dim, v_head_dim = result, q.shape[-1], v.shape[-1]
         dout, q, k, v, out = same_head_dim(dout, q, k, v, out)
-        dq, dk, dv = _cpu_backward(dout, q, k, v, out, lse, band, scores)
+        dq, dk, dv = _cpu_backward(dout, q, k, v, out, lse, band, scores.scale)
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :v_head_dim]
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
     def op(q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         heads_first = (t.transpose(1, 2) for t in (q, k, v))
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            *heads_first, 0.0, causal, attn_mask=bias, scale=scores.scale
+            *heads_first, 0.0, causal, attn_mask=bias, scale=scale
         )
         return out.transpose(1, 2), lse.transpose(1, 2)
 
-    if band in (FULL, CAUSAL) and scores.alibi is None:
+    if band in (FULL, CAUSAL):
         return op(q, k, v, band == CAUSAL, None)
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
-    for tile, bias in _row_blocks(q, k, band, scores):
+    for tile, bias in _row_blocks(q, k, band):
         out[:, tile.q], lse[:, tile.q] = op(q[:, tile.q], k[:, tile.k], v[:, tile.k], False, bias)
     return out, lse
 
 
 def _cpu_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scores: Scores
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     if q.dtype.itemsize == 2 and not _fast_half(q.dtype):
         dout, q, k, v, out = (t.float() for t in (dout, q, k, v, out))
@@ -103,24 +104,24 @@ def _cpu_backward(
         heads_first = (t.transpose(1, 2) for t in (dout[:, rows], q[:, rows], k[:, columns], v[:, columns]))
         row = (out[:, rows].transpose(1, 2), lse[:, rows].transpose(1, 2))
         grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *heads_first, *row, 0.0, causal, attn_mask=bias, scale=scores.scale
+            *heads_first, *row, 0.0, causal, attn_mask=bias, scale=scale
         )
         return [grad.transpose(1, 2) for grad in grads]
 
-    if band in (FULL, CAUSAL) and scores.alibi is None:
+    if band in (FULL, CAUSAL):
         dq, dk, dv = op(slice(None), slice(None), band == CAUSAL, None)
         return dq, dk, dv
     dq = torch.empty_like(q)
     dk, dv = (t.new_zeros(t.shape, dtype=accumulation_dtype(t.dtype)) for t in (k, v))
-    for tile, bias in _row_blocks(q, k, band, scores):
+    for tile, bias in _row_blocks(q, k, band):
         dq[:, tile.q], block_dk, block_dv = op(tile.q, tile.k, False, bias)
         dk[:, tile.k] += block_dk
         dv[:, tile.k] += block_dv
     return dq, dk, dv
 
 
-def _row_blocks(q: Tensor, k: Tensor, band: Band, scores: Scores) -> Iterator[tuple[Tile, Tensor]]:
-    """The band cut into row blocks, each with the columns its rows see and an additive mask: its corners, and biases.
+def _row_blocks(q: Tensor, k: Tensor, band: Band) -> Iterator[tuple[Tile, Tensor]]:
+    """The band cut into row blocks, each with the columns its rows see and the additive mask of its corners.
 
     A block of b rows under a band of width w computes (w + b) / w of what is visible, and the op likes long blocks.
     """
@@ -134,9 +135,7 @@ def _row_blocks(q: Tensor, k: Tensor, band: Band, scores: Scores) -> Iterator[tu
         return q.new_zeros(rows, columns).masked_fill_(hidden, -torch.inf)
 
     for tile in blocks(whole, 768 if wide else 256):
-        mask = bias(tile.q.stop - tile.q.start, tile.k.stop - tile.k.start, tile.band)
-        alibi = scores.cut(tile.q, tile.k).alibi
-        yield tile, mask if alibi is None else mask + alibi.bias().unsqueeze(0)
+        yield tile, bias(tile.q.stop - tile.q.start, tile.k.stop - tile.k.start, tile.band)
 
 
 def _fast_half(dtype: torch.dtype) -> bool:
@@ -154,8 +153,6 @@ class Cuda(WindowKernel):
 
     @override
     def refuses(self, call: Call) -> str | None:
-        if call.softcap or call.alibi:
-            return f"torch's CUDA flash attention has no {'softcap' if call.softcap else 'alibi'}"
         if call.dtype not in (torch.bfloat16, torch.float16):
             return f"torch's CUDA flash attention takes bfloat16 and float16, not {call.dtype}"
         if max(call.head_dim, call.v_head_dim) > 256:
