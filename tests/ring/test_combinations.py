@@ -218,3 +218,24 @@ def test_gradients_through_an_lse_that_counts_sinks():
         results = local.run(work, ulysses_degree=ulysses, ring_degree=ring)
         found = [*results[0][:3], sum(result[3] for result in results)]
         assert all(relative_error(x, reference) < 1e-12 for x, reference in zip(found, expected, strict=True))
+
+
+def test_a_sink_of_minus_infinity_is_none():
+    """Also for rows that see nothing else, whose lse then is -inf."""
+    make = torch.Generator().manual_seed(6)
+    q, k, v, dout = (torch.randn(1, 12, 2, 8, generator=make, dtype=torch.float64) for _ in range(4))
+
+    def work(topology):
+        attend = usp.USPAttention(topology=topology)
+        found = []
+        for sinks in (None, torch.full((2,), -torch.inf, dtype=torch.float64)):
+            leaves = [usp.shard(t, topology).requires_grad_() for t in (q, k, v)]
+            more = {} if sinks is None else {"sinks": sinks.requires_grad_()}
+            out, lse = attend(*leaves, mask=Mask.queries(0, 7) & Mask.causal(), return_lse=True, **more)
+            grads = torch.autograd.grad(out, [*leaves, *more.values()], usp.shard(dout, topology))
+            found.append([out.detach(), lse.detach(), *grads])
+        return found
+
+    for without, given in local.run(work, ring_degree=3):
+        assert all(torch.equal(x, y) for x, y in zip(without, given[:5], strict=True))
+        assert torch.equal(given[5], torch.zeros(2, dtype=torch.float64))
