@@ -77,7 +77,8 @@ class Score:
 
     @classmethod
     def of(cls, lengths: list[int], layout: str) -> "Score":
-        schedule = Schedule(Mask.causal() & Mask.documents(lengths), layout, SEQ_LEN, RING_DEGREE)
+        mask = Mask.causal() & Mask.documents(lengths)
+        schedule = Schedule(mask, layouts.layout_for(layout, mask), SEQ_LEN, RING_DEGREE)
         ranks, began = range(RING_DEGREE), process_time()
         schedule.positions(0)
         deal_ms = 1e3 * (process_time() - began)

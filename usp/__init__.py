@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from usp.attention import USPAttention, attention
     from usp.batch import check_batch, shard_batch
     from usp.errors import AgreementError, InputError, KernelError, TopologyError, TransportError, USPError
+    from usp.layouts import layout_for
     from usp.loss import check_replicas, count_targets, cross_entropy, linear_cross_entropy
     from usp.mask import Band, Mask
     from usp.planner.plan import Plan, plan
@@ -44,6 +45,7 @@ __all__ = [
     "check_replicas",
     "count_targets",
     "cross_entropy",
+    "layout_for",
     "linear_cross_entropy",
     "plan",
     "positions",
@@ -73,6 +75,7 @@ _HOME = {
     "check_replicas": "loss",
     "count_targets": "loss",
     "cross_entropy": "loss",
+    "layout_for": "layouts",
     "linear_cross_entropy": "loss",
     "plan": "planner.plan",
     "positions": "shard",

@@ -77,7 +77,7 @@ class USPAttention(nn.Module):
         topology: a grid of processes built before, instead of the degrees; otherwise one is built over the default
             process group, once for all modules of these degrees.
         layout: how positions are dealt to ring ranks: "contiguous" for shards sliced by hand; "zigzag" or "striped",
-            with shards from `usp.shard`, balance causal work; `usp.layouts.for_mask("balanced", mask)` any work.
+            with shards from `usp.shard`, balance causal work; `usp.layout_for("balanced", mask)` any work.
         kernel: "auto" (torch's flash attention, else the reference), or a name: "sdpa", "flash_attn", "reference".
         transport: "auto" ("p2p"), or a name: "p2p", "all_gather".
         scale: factor on the scores; default 1 / sqrt(D).

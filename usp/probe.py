@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from usp import kernels, transports
 from usp.errors import TopologyError
-from usp.kernels.base import Call
+from usp.kernels.base import Call, Scores
 from usp.mask import CAUSAL
 from usp.merge import Accumulator
 from usp.planner.spec import ClusterSpec, DeviceSpec, KernelSpeed, LinkSpec, SpanSpeed
@@ -188,10 +188,10 @@ def attention(problem: Problem, device: torch.device, length: int) -> tuple[Work
     q, k, v, dout = (torch.randn(1, length, heads, dim, dtype=problem.dtype, device=device) for _ in range(4))
     among = kernels.candidates("auto")
     kernel = among[kernels.select(among, Call(device.type, problem.dtype, dim, dim))]
-    result = kernel.forward(q, k, v, CAUSAL, dim**-0.5)
+    result = kernel.forward(q, k, v, CAUSAL, Scores(dim**-0.5))
     return (
-        lambda: kernel.forward(q, k, v, CAUSAL, dim**-0.5),
-        lambda: kernel.backward(dout, q, k, v, result, CAUSAL, dim**-0.5),
+        lambda: kernel.forward(q, k, v, CAUSAL, Scores(dim**-0.5)),
+        lambda: kernel.backward(dout, q, k, v, result, CAUSAL, Scores(dim**-0.5)),
     )
 
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 from usp import layouts
 from usp.mask import Mask
 from usp.positions import Positions, count
-from usp.tiles import Tile, extent, pairs, reach, tiles
+from usp.tiles import Tile, extent, meets, offsets, pairs, reach, tiles
 
 
 @dataclass(frozen=True)
@@ -154,13 +154,21 @@ def _side(schedule: Schedule, numbers: dict[Hashable, int]) -> _Side:
 @lru_cache(maxsize=1024)
 def _hops(schedule: Schedule) -> int:
     ring, ranks = _ring(schedule), range(schedule.ring_degree)[::-1]
-    held, keys = ring.queries.held, ring.keys
-    reaches = [reach(runs, schedule.mask) for runs in held]
-    for hop in ranks:
-        near = (
-            r for r in ranks if keys.extents[r - hop][0] < reaches[r][1] and keys.extents[r - hop][1] > reaches[r][0]
+    held, owned = ring.queries.held, ring.keys.held
+    bands = offsets(schedule.mask)
+    reaches = [[(run, *reach((run,), schedule.mask)) for run in runs if run] for runs in held]
+
+    def near(rank: int, owner: int) -> bool:
+        """Whether some run of keys lies where some run of queries may see it: cheap, where `pairs` is exact."""
+        return any(
+            keys[0] < stop and keys[-1] >= start and any(meets(run, keys, band) for band in bands)
+            for run, start, stop in reaches[rank]
+            for keys in owned[owner]
+            if keys
         )
-        distinct = {ring.question(rank, rank - hop): rank for rank in near}.values()
-        if any(pairs(held[rank], keys.held[rank - hop], schedule.mask) for rank in distinct):
+
+    for hop in ranks:
+        distinct = {ring.question(rank, rank - hop): rank for rank in ranks if near(rank, rank - hop)}.values()
+        if any(pairs(held[rank], owned[rank - hop], schedule.mask) for rank in distinct):
             return hop
     return 0

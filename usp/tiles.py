@@ -8,6 +8,8 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from math import inf
 
 from usp.mask import FULL, Band, Mask, Region
@@ -131,6 +133,27 @@ def reach(q: Positions, mask: Mask) -> tuple[float, float]:
     """
     found = [(start, stop) for region in mask.regions for start, stop in (_reach(q, region),) if start < stop]
     return (min(start for start, _ in found), max(stop for _, stop in found)) if found else (0, 0)
+
+
+@lru_cache(maxsize=256)
+def offsets(mask: Mask) -> tuple[Band, ...]:
+    """Bands beyond which no query sees a key, whatever its position: a document is as long as the longest."""
+    longest = [max((b - a for a, b in pairwise(region.boundaries)), default=inf) for region in mask.regions]
+    return tuple(
+        band if limit == inf else band & Band(1 - int(limit), int(limit) - 1)
+        for region, limit in zip(mask.regions, longest, strict=True)
+        for band in region.bands
+    )
+
+
+def meets(q_run: range, k_run: range, band: Band) -> bool:
+    """Whether a band holds the offset of some query of one run and some key of another of the same step."""
+    step = q_run.step if q_run.step == k_run.step else 1
+    first = k_run.start - q_run.start
+    lowest, highest = k_run.start - q_run[-1], k_run[-1] - q_run.start
+    lo = lowest if band.lo is None else max(lowest, band.lo)
+    hi = highest if band.hi is None else min(highest, band.hi)
+    return -((first - lo) // step) <= (hi - first) // step
 
 
 def _reach(q: Positions, region: Region) -> tuple[float, float]:

@@ -115,7 +115,8 @@ EXPECTED = {
     "cu_seqlens of a shard": "InputError: the documents add up to 8 tokens and the global sequence has 32",
     "cu_seqlens not from 0": "must start at 0 and ascend, got (4, 32)",
     "float8": "KernelError: no kernel takes torch.float8_e4m3fn on cpu with head_dim 8 (v: 8); sdpa: torch's CPU flash",
-    "layout": f"InputError: unknown layout 'zigzac': there are {', '.join(layouts.names())}; did you mean 'zigzag'?",
+    "layout": f"InputError: unknown layout 'zigzac': there are {', '.join(sorted(layouts.names()))}; did you mean "
+    "'zigzag'?",
     "kernel": f"InputError: unknown kernel 'flash': there are {', '.join(kernels.names())}",
     "transport": f"InputError: unknown transport 'nccl': there are {', '.join(transports.names())}",
     "local transport": f"InputError: transport 'local' does not run over a group of type ProcessGroup; of "

@@ -94,7 +94,7 @@ def draw(seed: int) -> Combination:
     rows = pick.choice([1, 1, 2]) if tokens != "cross" else 1
     masks = tuple(str(any_mask(pick, total)) for _ in range(rows))
     dealt_by = any_mask(pick, lengths[0])  # not the mask of the call: a model's layers share a layout
-    layout = layouts.for_mask(pick.choice(layouts.names()), dealt_by)
+    layout = layouts.layout_for(pick.choice(layouts.names()), dealt_by)
     kv_layout = pick.choice(["", "contiguous", "zigzag", "striped"]) if "@" not in layout else "zigzag"
     if tokens == "cross":
         masks = (str(pick.choice([Mask.full(), Mask.keys(0, lengths[1] // 2), Mask.causal(), Mask.window(9, 9)])),)

@@ -1,6 +1,7 @@
 """What the property tests draw from, and brute-force answers to hold the arithmetic against."""
 
 from bisect import bisect_right
+from collections.abc import Sequence
 
 import numpy as np
 from hypothesis import HealthCheck, settings
@@ -82,7 +83,15 @@ def run_sets(draw: st.DrawFn, step: int, longest: int = 6) -> Positions:
     return tuple(runs)
 
 
-layout_names = st.sampled_from(layouts.names())
+layout_names = st.sampled_from([name for name in layouts.names() if not layouts.needs_mask(name)])
+"""Those that are named without a mask."""
+
+
+@st.composite
+def layout_texts(draw: st.DrawFn, total: int, names: Sequence[str] = tuple(layouts.names())) -> str:
+    """Layouts of every name, those that deal `total` tokens by a mask by any mask."""
+    name = draw(st.sampled_from(names))
+    return layouts.layout_for(name, draw(unions(total)) if layouts.needs_mask(name) else Mask.full())
 
 
 def flat(positions: Positions) -> list[int]:

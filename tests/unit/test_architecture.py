@@ -259,7 +259,8 @@ def test_arithmetic_needs_no_torch():
     loaded = python(
         f"import sys\nimport usp.positions, usp.schedule, usp.layouts\nimport {', '.join(layer_0)}\n"
         "for name in usp.layouts.names():\n"
-        "    schedule = usp.Schedule(usp.Mask.causal() & usp.Mask.documents([60, 40]), name, 100, 4)\n"
+        "    mask = usp.Mask.causal() & usp.Mask.documents([60, 40])\n"
+        "    schedule = usp.Schedule(mask, usp.layout_for(name, mask), 100, 4)\n"
         "    assert sum(map(schedule.work, range(4))) == 60 * 61 // 2 + 40 * 41 // 2\n"
         "from usp.heads import share; from usp.placement import place; place(['a', 'b'], 1, 2)\n"
         "usp.InputError, usp.Band, usp.__version__\n"
@@ -272,8 +273,8 @@ def test_the_public_names():
     assert usp.__all__ == [
         "AgreementError", "Band", "ClusterSpec", "InputError", "KernelError", "Mask", "ModelSpec", "Plan", "Schedule",
         "Topology", "TopologyError", "TransportError", "USPAttention", "USPError", "Workload", "attention",
-        "check_batch", "check_replicas", "count_targets", "cross_entropy", "linear_cross_entropy", "plan", "positions",
-        "shard", "shard_batch", "unshard",
+        "check_batch", "check_replicas", "count_targets", "cross_entropy", "layout_for", "linear_cross_entropy", "plan",
+        "positions", "shard", "shard_batch", "unshard",
     ]  # fmt: skip
     for name in usp.__all__:
         assert getattr(usp, name).__name__ == name

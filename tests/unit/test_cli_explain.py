@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.schema import fits
-from tests.unit.strategies import examples, flat, layout_names, masks, visible
+from tests.unit.strategies import examples, flat, layout_texts, unions, visible
 from usp import layouts
 from usp.cli import tile_plot
 from usp.cli.app import app
-from usp.cli.explain import BUDGET, Explanation, LayoutTime, best, compare, explanation, summary
-from usp.cli.mask_options import describe_mask, mask_fields
+from usp.cli.explain import BUDGET, Explanation, LayoutTime, best, compare, dealt, explanation, summary
+from usp.cli.mask_options import MaskOptions, describe_mask
 from usp.mask import Band, Mask
 from usp.planner.spec import Workload
 from usp.planner.survey import survey
@@ -31,12 +31,19 @@ MASKS = {
     "window": lambda total: Mask.causal() & Mask.window(5, 0),
     "two-sided": lambda total: Mask.window(3, 2),
     "documents": lambda total: Mask.causal() & Mask.documents([3, total - 9, 6]),
+    "prefix": lambda total: Mask.prefix_lm(4) & Mask.documents([7, total - 7]),
+    "sinks": lambda total: Mask.streaming(2, 3),
     "nothing": lambda total: Mask.offsets(),
 }
 every_case = pytest.mark.parametrize(
     ("layout", "mask", "ring_degree"),
     [(layout, mask, ring) for layout in layouts.names() for mask in MASKS for ring in range(1, 6)],
 )
+
+
+def make(layout: str, mask: str, seq_len: int, ring_degree: int) -> Schedule:
+    """A schedule whose layout, if it deals by a mask, deals by its own."""
+    return Schedule(MASKS[mask](seq_len), layouts.layout_for(layout, MASKS[mask](seq_len)), seq_len, ring_degree)
 
 
 def seen(schedule: Schedule) -> np.ndarray:
@@ -67,7 +74,7 @@ def usp(*args: str) -> subprocess.CompletedProcess[str]:
 @every_case
 @pytest.mark.parametrize("seq_len", [11, 24])
 def test_work_of_each_rank_and_hop_is_the_number_of_visible_pairs(layout, mask, ring_degree, seq_len):
-    schedule = Schedule(MASKS[mask](seq_len), layout, seq_len, ring_degree)
+    schedule = make(layout, mask, seq_len, ring_degree)
     pairs, hops, found = seen(schedule), hop_of(schedule), survey(schedule, BUDGET)
     held = [flat(schedule.positions(rank)) for rank in range(ring_degree)]
     work = [[(pairs * (hops == hop))[rows].sum() for rows in held] for hop in range(ring_degree)]
@@ -109,6 +116,21 @@ def test_an_even_layout_needs_no_other(layout, mask):
     assert told.balance == pytest.approx(1) and told.waiting == pytest.approx(0, abs=1e-3)
 
 
+def test_layouts_are_compared_by_their_names():
+    """One that deals by a mask deals by that of the schedule, and is not looked at twice."""
+    mask = Mask.causal() & Mask.documents([6, 1, 1, 1, 1, 1, 1])
+    schedule = Schedule(mask, layouts.layout_for("balanced", mask), 12, 2)
+    told = explanation(schedule, survey(schedule, BUDGET))
+    assert (told.layout, [other.layout for other in told.layouts]) == ("balanced", layouts.names())
+    assert told.schedule == ":0@0,6,7,8,9,10,11,12 balanced[:0@0,6,7,8,9,10,11,12] S=12 R=2"
+    times = {other.layout: other for other in told.layouts}
+    assert times["balanced"].relative_time == 1 and dealt(mask)["balanced"] == schedule.layout
+    contiguous = Schedule(mask, "contiguous", 12, 2)
+    other = next(o for o in compare(contiguous, survey(contiguous, BUDGET)) if o.layout == "balanced")
+    assert other.relative_time == pytest.approx(1 / times["contiguous"].relative_time)
+    assert other.tiles == sum(hop.tiles for hop in summary(survey(schedule, BUDGET)))
+
+
 def layout_time(layout: str, relative_time: float, tiles: int) -> LayoutTime:
     return LayoutTime(layout=layout, relative_time=relative_time, tiles=tiles, hops_moved=1, sampled=False)
 
@@ -130,7 +152,7 @@ def test_nothing_to_see_waits_for_nobody():
 
 @pytest.mark.parametrize("layout", layouts.names())
 def test_a_large_ring_is_sampled_and_says_so(layout):
-    schedule = Schedule(Mask.causal(), layout, 2**20, 1024)
+    schedule = Schedule(Mask.causal(), layouts.layout_for(layout, Mask.causal()), 2**20, 1024)
     found = survey(schedule, BUDGET)
     assert not found.complete
     assert len(found.ranks) * len(found.hops) <= BUDGET
@@ -172,7 +194,7 @@ def test_a_large_ring_prints_little():
 
 @every_case
 def test_a_cell_of_one_token_shows_its_hop(layout, mask, ring_degree):
-    schedule = Schedule(MASKS[mask](20), layout, 20, ring_degree)
+    schedule = make(layout, mask, 20, ring_degree)
     line = tile_plot.cells(schedule, 20)
     wanted = np.where(seen(schedule), hop_of(schedule), -1)
     shown = [[-1 if hop is None else hop for hop in row] for row in tile_plot.raster(schedule, line, line)]
@@ -180,10 +202,10 @@ def test_a_cell_of_one_token_shows_its_hop(layout, mask, ring_degree):
 
 
 @examples(80)
-@given(data=st.data(), layout=layout_names, ring_degree=st.integers(1, 6), rows=st.integers(1, 40))
-def test_a_cell_shows_a_hop_that_computes_some_of_it(data, layout, ring_degree, rows):
+@given(data=st.data(), ring_degree=st.integers(1, 6), rows=st.integers(1, 40))
+def test_a_cell_shows_a_hop_that_computes_some_of_it(data, ring_degree, rows):
     seq_len = data.draw(st.integers(1, 40))
-    schedule = Schedule(data.draw(masks(total=seq_len)), layout, seq_len, ring_degree)
+    schedule = Schedule(data.draw(unions(seq_len)), data.draw(layout_texts(seq_len)), seq_len, ring_degree)
     queries, keys = tile_plot.cells(schedule, rows), tile_plot.cells(schedule, 2 * rows)
     assert {position for cell in queries for position in cell.span} == set(range(seq_len))
     pairs, hops = seen(schedule), hop_of(schedule)
@@ -203,11 +225,11 @@ def test_ranks_take_turns_where_they_share_a_stretch():
     assert [cell.rank for cell in line] == [0, 1, 2, 3, 3, 2, 1, 0] and not any(cell.shared for cell in line)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("ring_degree", [1, 2, 4])
 def test_pieces_are_the_visible_pairs_in_global_positions(layout, mask, ring_degree):
-    schedule = Schedule(MASKS[mask](21), layout, 21, ring_degree)
+    schedule = make(layout, mask, 21, ring_degree)
     covered = np.zeros((21, 21), dtype=int)
     for rank in range(ring_degree):
         for other in range(ring_degree):
@@ -246,6 +268,8 @@ def test_colours_go_from_dark_to_light():
         ["--seq-len", "1K", "--layout", "striped", "--window", "100,0"],
         ["--seq-len", "9", "--full", "--documents", "2,7"],
         ["--seq-len", "3"],
+        ["--seq-len", "1K", "--layout", "balanced", "--prefix", "100", "--documents", "300,724"],
+        ["--seq-len", "1K", "--layout", "balanced", "--window", "99,0", "--sinks", "4"],
     ],
 )
 def test_a_picture_is_written(tmp_path, options):
@@ -260,6 +284,20 @@ def test_a_picture_is_written(tmp_path, options):
             f"#{r:02x}{g:02x}{b:02x}" for r, g, b in np.unique(np.array(picture.convert("RGB")).reshape(-1, 3), axis=0)
         }
     assert {tile_plot.colour(0, 3), "#ffffff"} <= colours
+
+
+@pytest.mark.parametrize("sinks", [1, 4])
+def test_a_few_sinks_are_seen(tmp_path, sinks):
+    """Of 16,384 keys they are less than a pixel, and yet each rank has a line in the colour of its hop beside them."""
+    from PIL import Image
+
+    path = tmp_path / "tiles.png"
+    invoke("--seq-len", "16K", "-r", "4", "--window", "999,0", "--sinks", str(sinks), "--plot", str(path))
+    with Image.open(path) as picture:
+        left = np.array(picture.convert("RGB"), dtype=int)[:, 40:80]
+    for hop in (1, 2, 3):
+        shade = list(bytes.fromhex(tile_plot.colour(hop, 3)[1:]))
+        assert np.any(np.abs(left - shade).sum(2) < 60, axis=1).sum() > 90, "a quarter of some 414 pixels"
 
 
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
@@ -338,40 +376,48 @@ def test_a_wide_axis_is_named_downwards():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"causal": True}, "causal"),
+        ({}, "causal"),
         ({"causal": False, "window": "1K,-1"}, "full, window 1,024 back and no bound ahead"),
-        ({"causal": True, "documents": "3K, 5K"}, "causal, 2 documents"),
+        ({"documents": "3K, 5K"}, "causal, 2 documents"),
         ({"causal": False, "documents": "8192"}, "full, 1 document"),
+        ({"window": "99,0", "chunk": 2048, "sinks": 4}, "causal, window 99 back and 0 ahead, chunks of 2,048, 4 sinks"),
+        ({"sinks": 1, "prefix": 1024, "documents": "8K"}, "causal, 1 sink, prefix of 1,024, 1 document"),
     ],
 )
 def test_masks_in_words(options, words):
-    fields = mask_fields(8192, **({"window": None, "documents": None} | options))
-    assert describe_mask(Workload(seq_len=8192, **fields)) == words
+    assert describe_mask(Workload.read(MaskOptions(seq_len=8192, **options).fields())) == words
 
 
 def test_mask_options_are_the_fields_of_a_workload():
-    assert mask_fields(8192, True, "4095,-1", "3K,5K") == {
+    options = MaskOptions(8192, True, window="4095,-1", chunk=512, sinks=4, prefix=100, documents="3K,5K")
+    assert options.fields() == {
+        "seq_len": 8192,
         "is_causal": True,
         "window_size": (4095, -1),
+        "chunk": 512,
+        "sinks": 4,
+        "prefix": 100,
         "documents": (3072, 5120),
     }
-    assert mask_fields(8, False, None, None) == {"is_causal": False, "window_size": None, "documents": ()}
+    nothing = {"seq_len": 8, "window_size": None, "chunk": None, "sinks": 0, "prefix": 0, "documents": ()}
+    for said, default, causal in ((None, True, True), (None, False, False), (True, False, True), (False, True, False)):
+        assert MaskOptions(8, said).fields(causal=default) == nothing | {"is_causal": causal}
 
 
 @pytest.mark.parametrize(
-    ("window", "documents", "option", "message"),
+    ("options", "option", "message"),
     [
-        ("3", None, "--window", "'3' is not LEFT,RIGHT: give two counts of tokens like 4095,0"),
-        ("1,2,3", None, "--window", "is not LEFT,RIGHT"),
-        ("-2,0", None, "--window", "is not LEFT,RIGHT"),
-        (None, "3,x", "--documents", "'x' is not a number of tokens"),
-        (None, "0,8", "--documents", "'0' is not between 1 and 2"),
-        (None, "3,4", "--documents", "the documents add up to 7 tokens and the global sequence has 8"),
+        ({"window": "3"}, "--window", "'3' is not LEFT,RIGHT: give two counts of tokens like 4095,0"),
+        ({"window": "1,2,3"}, "--window", "is not LEFT,RIGHT"),
+        ({"window": "-2,0"}, "--window", "is not LEFT,RIGHT"),
+        ({"documents": "3,x"}, "--documents", "'x' is not a number of tokens"),
+        ({"documents": "0,8"}, "--documents", "'0' is not between 1 and 2"),
+        ({"documents": "3,4"}, "--documents", "the documents add up to 7 tokens and the global sequence has 8"),
     ],
 )
-def test_a_wrong_mask_option_is_named(window, documents, option, message):
+def test_a_wrong_mask_option_is_named(options, option, message):
     with pytest.raises(typer.BadParameter) as caught:
-        mask_fields(8, True, window, documents)
+        MaskOptions(8, **options).fields()
     assert caught.value.param_hint == option
     assert message in caught.value.message and "\n" not in caught.value.message
 
@@ -386,6 +432,10 @@ def test_a_wrong_mask_option_is_named(window, documents, option, message):
         (["--seq-len", "8"], 2, "--ring-degree"),
         (["--seq-len", "8", "-r", "2", "--window", "9" * 400 + ",0"], 2, "--window"),
         (["--seq-len", "8", "-r", "2", "--documents", "3,4"], 2, "--documents"),
+        (["--seq-len", "8", "-r", "2", "--sinks", "0"], 2, "--sinks"),
+        (["--seq-len", "8", "-r", "2", "--prefix", "9"], 1, "usp: Workload: prefix=9 is more than seq_len=8"),
+        (["--seq-len", "1M", "-r", "2", "--chunk", "9"], 1, "usp: Workload: chunk=9 cuts seq_len=1048576 into more"),
+        (["--seq-len", "8", "-r", "2", "--layout", "balanced[:0]"], 1, "usp: unknown layout 'balanced[:0]'"),
         (["--seq-len", "8", "-r", "2", "--layout", "zigzga"], 1, "usp: unknown layout 'zigzga': there are"),
         (
             ["--seq-len", "8", "-r", "2", "--plot", "/nowhere/x.png"],
@@ -413,6 +463,7 @@ def test_errors_are_words_and_exit_codes(args, code, message):
         ["-r", "3", "--layout", "striped", "--full", "--documents", "3K,1K"],
         ["-r", "200", "--window", "100,0"],
         ["-r", "1"],
+        ["-r", "4", "--layout", "balanced", "--chunk", "1K", "--sinks", "4", "--prefix", "100", "--documents", "3K,1K"],
     ],
 )
 def test_the_document_fits_its_schema(options):

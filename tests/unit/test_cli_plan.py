@@ -105,6 +105,9 @@ def test_the_last_line_builds_it():
     assert usp("--heads", "8", "--gpu", "h100", "--seq-len", "8K").out.splitlines()[-1] == (
         "usp.USPAttention(ulysses_degree=8, ring_degree=1)"
     )
+    assert usp(*LLAMA, "--gpus", "32", "--mode", "inference", "--documents", "8K,64K,4K,4K,48K").out.splitlines()[
+        -1
+    ] == ('usp.USPAttention(ulysses_degree=8, ring_degree=4, layout=usp.layout_for("balanced", mask), transport="p2p")')
     crossing = usp("--heads", "12", "--gpu", "h100", "--gpus", "12", "--gpus-per-node", "6", "--seq-len", "4K")
     assert crossing.out.splitlines()[-1] == (
         "usp.USPAttention(topology=usp.Topology.build(12, 1, allow_cross_node=True))"
@@ -172,14 +175,16 @@ def test_the_document_is_the_plan():
     assert document(
         "--model", "llama3-70b", "--gpu", "b200", "--gpus", "32", "--gpus-per-node", "4", "--intra", "nvlink4",
         "--inter", "roce-400g", "--seq-len", "64K", "--batch", "2", "--full", "--window", "4095,10",
-        "--documents", "16K,48K", "--mode", "inference", "--tp", "2", "--dp", "4", "--checkpointing", "none",
+        "--chunk", "8K", "--sinks", "4", "--prefix", "1K", "--documents", "16K,48K",
+        "--mode", "inference", "--tp", "2", "--dp", "4", "--checkpointing", "none",
         "--loss-chunks", "3", "--zero-stage", "1",
     ) == plan(
         "llama3-70b",
         hardware.cluster("b200", 32, 4, "nvlink4", "roce-400g"),
         Workload(
-            seq_len=2**16, batch=2, is_causal=False, window_size=(4095, 10), documents=(2**14, 3 * 2**14),
-            mode="inference", tensor_parallel=2, data_parallel=4, checkpointing="none", loss_chunks=3, zero_stage=1,
+            seq_len=2**16, batch=2, is_causal=False, window_size=(4095, 10), chunk=2**13, sinks=4,
+            prefix=2**10, documents=(2**14, 3 * 2**14), mode="inference", tensor_parallel=2,
+            data_parallel=4, checkpointing="none", loss_chunks=3, zero_stage=1,
         ),
     )  # fmt: skip
 
@@ -331,6 +336,7 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch
         (["--model", "llama3-8b", "--seq-len", "8K", "--cluster", "/nowhere.yaml"], 1, "cannot read '/nowhere.yaml'"),
         ([*LLAMA, "--seq-len", "8x"], 2, "--seq-len"),
         ([*LLAMA, "--window", "3"], 2, "--window"),
+        ([*LLAMA, "--prefix", "1M"], 1, "prefix=1048576 is more than seq_len=131072"),
         ([*LLAMA, "--documents", "3,4"], 2, "the documents add up to 7 tokens and the global sequence has 131072"),
         ([*LLAMA, "--heads", "many"], 2, "--heads"),
         ([*LLAMA, "--gpuss", "8"], 2, "--gpuss"),
@@ -353,8 +359,8 @@ NUMBERS = {
 }  # fmt: skip
 TEXTS = {
     "--seq-len": "seq_len", "--mode": "mode", "--checkpointing": "checkpointing", "--window": "window",
-    "--documents": "documents", "--gpu": "GPU", "--intra": "link", "--inter": "link", "--model": "model",
-    "--cluster": "cluster",
+    "--chunk": "chunk", "--sinks": "sinks", "--prefix": "prefix", "--documents": "documents",
+    "--gpu": "GPU", "--intra": "link", "--inter": "link", "--model": "model", "--cluster": "cluster",
 }  # fmt: skip
 NASTY = ["-1", "0", "1.5", "nan", "1e30", "9" * 40, "", "٣", "\x00", "a" * 500]
 

@@ -15,7 +15,7 @@ from tests.unit.strategies import (
     examples,
     flat,
     in_band,
-    layout_names,
+    layout_texts,
     masks,
     pairs,
     run_sets,
@@ -153,7 +153,7 @@ def test_named_masks_by_hand():
 
 
 def test_text_of_unions_by_hand():
-    assert str(Mask.prefix_lm(4)) == ":0k4:|:k:3"
+    assert str(Mask.prefix_lm(4)) == ":k:3|:0k4:"
     assert str(Mask.streaming(2, 3)) == "-3:0|:-4k:1"
     assert str(Mask.keys(1, 4) & Mask.documents([5, 3])) == ":q:4k1:3"
     assert str(Mask.keys(0, None)) == ":" and str(Mask.keys(3, 3)) == "nothing"
@@ -310,10 +310,11 @@ def test_blocks_cover_exactly(tile, rows, columns):
 
 
 @examples(150)
-@given(st.data(), layout_names, st.integers(1, 24), st.integers(1, 5))
-def test_tiles_of_unions(data, layout, seq_len, ring_degree):
+@given(st.data(), st.integers(1, 24), st.integers(1, 5))
+def test_tiles_of_unions(data, seq_len, ring_degree):
     rank, owner = (data.draw(st.integers(0, ring_degree - 1)) for _ in range(2))
-    q, k = (layouts.load(layout)(seq_len, ring_degree, r) for r in (rank, owner))
+    layout = data.draw(layout_texts(seq_len))
+    q, k = (layouts.positions(layout, seq_len, ring_degree, r) for r in (rank, owner))
     mask = data.draw(unions(seq_len))
     assert_exact(q, k, mask)
     start, stop = reach(q, mask)
@@ -337,19 +338,21 @@ def test_tiles_between_any_positions(data, step):
 
 
 @examples(200)
-@given(st.data(), layout_names, st.integers(1, 40), st.integers(1, 6))
-def test_tiles_between_the_ranks_of_a_layout(data, layout, seq_len, ring_degree):
+@given(st.data(), st.integers(1, 40), st.integers(1, 6))
+def test_tiles_between_the_ranks_of_a_layout(data, seq_len, ring_degree):
     rank, owner = (data.draw(st.integers(0, ring_degree - 1)) for _ in range(2))
-    q, k = (layouts.load(layout)(seq_len, ring_degree, r) for r in (rank, owner))
+    layout = data.draw(layout_texts(seq_len))
+    q, k = (layouts.positions(layout, seq_len, ring_degree, r) for r in (rank, owner))
     assert_exact(q, k, data.draw(masks(total=seq_len, reach=20)))
 
 
 @examples(100)
-@given(st.data(), layout_names, st.integers(2, 40), st.integers(1, 4), st.integers(0, 15), st.integers(0, 15))
-def test_windows_of_packed_documents(data, layout, seq_len, ring_degree, left, right):
+@given(st.data(), st.integers(2, 40), st.integers(1, 4), st.integers(0, 15), st.integers(0, 15))
+def test_windows_of_packed_documents(data, seq_len, ring_degree, left, right):
     mask = Mask.window(left, right) & Mask.cu_seqlens(data.draw(boundaries(seq_len)))
     rank, owner = (data.draw(st.integers(0, ring_degree - 1)) for _ in range(2))
-    q, k = (layouts.load(layout)(seq_len, ring_degree, r) for r in (rank, owner))
+    layout = data.draw(layout_texts(seq_len))
+    q, k = (layouts.positions(layout, seq_len, ring_degree, r) for r in (rank, owner))
     assume(q and k)
     assert_exact(q, k, mask)
 

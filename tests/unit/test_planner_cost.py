@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.strategies import examples, flat, layout_names, masks, visible
+from tests.unit.strategies import examples, flat, layout_texts, unions, visible
 from usp.errors import InputError
 from usp.mask import CAUSAL, FULL, Band, Mask
 from usp.placement import columns, place, rows
@@ -582,7 +582,6 @@ def simulated(layer: Layer, block_seconds: float, backward: bool) -> tuple[float
 @examples(120)
 @given(
     data=st.data(),
-    layout=layout_names,
     ring=st.integers(1, 5),
     chunk=st.integers(1, 4),
     heads=st.sampled_from([(1, 1, 1), (4, 4, 2), (6, 3, 3), (7, 1, 2)]),
@@ -590,9 +589,9 @@ def simulated(layer: Layer, block_seconds: float, backward: bool) -> tuple[float
     ratio=st.floats(0.1, 5),
     backward=st.booleans(),
 )
-def test_seconds_are_those_of_a_simulation(data, layout, ring, chunk, heads, transport, ratio, backward):
+def test_seconds_are_those_of_a_simulation(data, ring, chunk, heads, transport, ratio, backward):
     seq_len, (q, kv, degree) = 2 * ring * chunk, heads
-    schedule = Schedule(data.draw(masks(total=seq_len)), layout, seq_len, ring)
+    schedule = Schedule(data.draw(unions(seq_len)), data.draw(layout_texts(seq_len)), seq_len, ring)
     shown = layer(schedule, degree, transport, heads=q, kv_heads=kv)
     block_seconds = ratio * (2 * chunk) ** 2 * UNIT
     speed = 2 * chunk * -(-kv // degree) * TOKEN / block_seconds / 1e9

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from tests.schema import fits
 from tests.unit.strategies import examples
-from usp import layouts, mask
+from usp import tiles
 from usp.errors import InputError
+from usp.mask import Mask
 from usp.planner import hardware, models
 from usp.planner.plan import Choice, Plan, plan
+from usp.planner.problem import Problem
 from usp.planner.spec import ClusterSpec, DeviceSpec, KernelSpeed, LinkSpec, ModelSpec, SpanSpeed, Workload
 from usp.planner.survey import survey
 
@@ -110,6 +112,7 @@ def problems(draw: st.DrawFn) -> tuple[ModelSpec, ClusterSpec, Workload]:
         batch=draw(st.integers(1, 3)),
         is_causal=draw(st.booleans()),
         window_size=draw(st.none() | st.tuples(st.integers(-1, 5000), st.integers(-1, 100))),
+        prefix=draw(st.just(0) | st.integers(0, seq_len)),
         documents=draw(
             st.sampled_from([(), (seq_len,)]) if seq_len < 3 else st.sampled_from([(), (1, 1, seq_len - 2)])
         ),
@@ -139,7 +142,9 @@ def test_a_plan_is_legal_complete_ranked_and_adds_up(problem):
     assert all(u > heads or u * r > workload.seq_len for u, r in rejected)
     for u, r in set(degrees):
         ways = sorted((c.layout, c.transport) for c in made.choices if (c.ulysses_degree, c.ring_degree) == (u, r))
-        all_ways = [(layout, transport) for layout in layouts.names() for transport in ("all_gather", "p2p")]
+        unlike = bool(workload.documents or workload.sinks or workload.prefix)  # tokens, whatever the offset
+        dealt = ["contiguous", "striped", "zigzag", *["balanced"] * unlike]
+        all_ways = [(layout, transport) for layout in dealt for transport in ("all_gather", "p2p")]
         assert ways == (sorted(all_ways) if r > 1 else [("contiguous", "p2p")])
 
     assert [c.fits for c in made.choices] == sorted((c.fits for c in made.choices), reverse=True)
@@ -410,7 +415,8 @@ def test_a_usable_plan_with_its_reasons(case, seq_len):
     assert len(by_degrees(made)) >= 2
     for choice in made.choices[1:]:
         assert re.match(
-            r"a tie; |U=\d+ crosses nodes: |all-to-all of U=|hops of R=|R=\d+ joins |contiguous: |kernels take |needs ",
+            r"a tie; |U=\d+ crosses nodes: |all-to-all of U=|hops of R=|R=\d+ joins |\w+ joins more or |contiguous: |"
+            r"kernels take |needs ",
             choice.why,
         ), choice.why
         assert len(choice.why) < 250
@@ -720,6 +726,52 @@ def test_clusters_that_are_too_large_to_plan_are_refused():
         plan("llama3-8b", hardware.cluster("h100", 2**15), seq_len="1M")
 
 
+# ---- layouts that deal by a mask -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "offered"),
+    [
+        ({}, False),
+        ({"is_causal": False}, False),
+        ({"window_size": (4095, 0)}, False),
+        ({"documents": (2**14, 2**14)}, True),
+        ({"chunk": 2**13}, True),
+        ({"sinks": 4, "window_size": (4095, 0)}, True),
+        ({"prefix": 2**10}, True),
+    ],
+)
+def test_balanced_is_offered_where_the_offset_alone_does_not_decide(fields, offered):
+    made = plan(model(8), hardware.cluster("h100", 4), work(**fields))
+    for u, r in ((1, 4), (2, 2), (4, 1)):
+        names = {c.layout for c in made.choices if (c.ulysses_degree, c.ring_degree) == (u, r)}
+        assert ("balanced" in names) == (offered and r > 1)
+
+
+def test_all_layers_are_dealt_by_the_mask_of_the_workload():
+    """Windowed ones too, so that tokens stay where they are from layer to layer."""
+    workload = work(48, documents=(30, 9, 9), prefix=4)
+    shape = model(8, window=5, windowed_layers=1)
+    problem = Problem(shape, hardware.cluster("h100", 4), workload)
+    (whole, first), (windowed, second) = problem.layers(1, 4, "balanced", "p2p")
+    assert (whole, windowed) == (1, 1) and first.schedule.layout == f"balanced[{workload.mask}]"
+    assert second.schedule.mask == workload.mask & Mask.window(5, 5) != first.schedule.mask
+    for rank in range(4):
+        assert first.schedule.positions(rank) == second.schedule.positions(rank)
+
+
+def test_uneven_documents_are_dealt_evenly_and_why_is_said():
+    made = plan(
+        "llama3-8b", hardware.cluster("h100", 32), work(2**17, documents=(2**13, 2**16, 2**12, 2**12, 3 * 2**14))
+    )
+    best = made.best
+    assert best is not None and (best.ulysses_degree, best.ring_degree, best.layout) == (8, 4, "balanced")
+    why = {c.layout: c.why for c in made.choices if (c.ring_degree, c.transport) == (4, "p2p")}
+    assert re.fullmatch(r"zigzag: the slowest ranks compute 1\.\d\d x an even share", why["zigzag"])
+    assert re.fullmatch(r"contiguous: the slowest ranks compute 1\.\d\d x an even share", why["contiguous"])
+    assert re.fullmatch(r"striped joins more or larger tiles: [\d.]+ ms instead of [\d.]+ ms", why["striped"])
+
+
 # ---- what it costs ---------------------------------------------------------------------------------------------------
 
 
@@ -727,8 +779,8 @@ def test_clusters_that_are_too_large_to_plan_are_refused():
 def test_a_thousand_gpus_and_a_million_tokens_are_little_work(monkeypatch, name, most):
     """Blocks are compared some ten thousand times, where a ring of 1,024 has a million pairs of ranks."""
     compared = []
-    inner = mask._pieces
-    monkeypatch.setattr(mask, "_pieces", lambda *blocks: compared.append(1) or inner(*blocks))
+    inner = tiles._pieces
+    monkeypatch.setattr(tiles, "_pieces", lambda *blocks: compared.append(1) or inner(*blocks))
     survey.cache_clear()
     made = plan(name, hardware.cluster("h100", 1024), Workload(seq_len=2**20 - 2**12))
     assert made.best is not None

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tests.unit.strategies import examples
+from tests.unit.strategies import examples, visible
 from usp.errors import InputError
 from usp.mask import Band, Mask
 from usp.planner.spec import (
@@ -45,8 +45,9 @@ LINK = {
 }  # fmt: skip
 CLUSTER = {"name": "few", "nodes": 2, "gpus_per_node": 4, "device": DEVICE, "intra": LINK, "inter": LINK}
 WORKLOAD = {
-    "seq_len": 64, "batch": 2, "is_causal": False, "window_size": [3, 0], "documents": [], "mode": "inference",
-    "tensor_parallel": 2, "data_parallel": 3, "checkpointing": "selective", "loss_chunks": 4, "zero_stage": 1,
+    "seq_len": 64, "batch": 2, "is_causal": False, "window_size": [3, 0], "chunk": 16, "sinks": 2, "prefix": 5,
+    "documents": [], "mode": "inference", "tensor_parallel": 2, "data_parallel": 3, "checkpointing": "selective",
+    "loss_chunks": 4, "zero_stage": 1,
 }  # fmt: skip
 BASES: dict[type[Spec], dict[str, Any]] = {
     ModelSpec: MODEL, KernelSpeed: SPEED, DeviceSpec: DEVICE, SpanSpeed: SPAN, LinkSpec: LINK, ClusterSpec: CLUSTER,
@@ -118,7 +119,7 @@ LEGAL: dict[type[Spec], dict[str, Legal]] = {
     Workload: {
         "seq_len": COUNT, "batch": COUNT, "is_causal": FLAG,
         "window_size": maybe(lambda value: type(value) is list and len(value) == 2 and all(map(maybe(BOUND), value))),
-        "documents": either([], [64], [40, 24]),
+        "chunk": maybe(COUNT), "sinks": whole(0, 64), "prefix": whole(0, 64), "documents": either([], [64], [40, 24]),
         "mode": either("train", "inference"), "tensor_parallel": DEGREE, "data_parallel": DEGREE,
         "checkpointing": either("none", "selective", "full"), "loss_chunks": COUNT, "zero_stage": whole(0, 3),
     },
@@ -149,7 +150,7 @@ def test_every_field_is_in_the_table():
 @pytest.mark.parametrize(("kind", "field"), FIELDS, ids=lambda part: getattr(part, "__name__", part))
 def test_a_field_takes_what_is_legal_and_names_itself_when_it_refuses(kind, field):
     for value in VALUES:
-        if field == "seq_len" and value == "8":  # sizes as text have tests of their own
+        if field in ("seq_len", "chunk", "sinks", "prefix") and value == "8":  # sizes as text have tests of their own
             continue
         source = BASES[kind] | {field: value}
         if not LEGAL[kind][field](value):
@@ -404,6 +405,45 @@ def test_masks_of_a_workload():
     assert Workload.read({"seq_len": 8, "documents": [5, 3]}).mask == Mask.causal() & Mask.documents([5, 3])
 
 
+def test_masks_of_a_workload_by_hand():
+    """Rows are queries: causal chunks of 3, of which a query sees itself and one before, a sink and a prefix of 2."""
+    fields = {"seq_len": 7, "window_size": [1, -1], "chunk": 3}
+    for more, rows in (
+        ({}, "1000000 1100000 0110000 0001000 0001100 0000110 0000001"),
+        ({"sinks": 1}, "1000000 1100000 1110000 1001000 1001100 1000110 1000001"),
+        ({"prefix": 2}, "1100000 1100000 1110000 1101000 1101100 1100110 1100001"),
+        ({"prefix": 2, "sinks": 4}, "1100000 1100000 1110000 1111000 1111100 1111110 1111001"),
+        ({"prefix": 2, "documents": [5, 2]}, "1100000 1100000 1110000 1101000 1101100 0000010 0000001"),
+        ({"is_causal": False, "sinks": 1}, "1110000 1110000 1110000 1001110 1001110 1000110 1000001"),
+    ):
+        mask = Workload.read(fields | more).mask
+        found = visible(mask, list(range(7)), list(range(7)))
+        assert ["".join(map(str, row)) for row in found.tolist()] == rows.split(), more
+
+
+def test_masks_of_a_workload_are_the_named_ones():
+    assert Workload.read({"seq_len": 9, "prefix": 4}).mask == Mask.prefix_lm(4)
+    assert Workload.read({"seq_len": 9, "window_size": [3, 0], "sinks": 2}).mask == Mask.streaming(2, 3)
+    assert Workload.read({"seq_len": 9, "chunk": 4}).mask == Mask.causal() & Mask.documents([4, 4, 1])
+    assert Workload.read({"seq_len": "2K", "prefix": "1K", "sinks": "0.5K", "chunk": "1k"}) == Workload(
+        seq_len=2048, prefix=1024, sinks=512, chunk=1024
+    )
+
+
+@pytest.mark.parametrize("field", ["sinks", "prefix"])
+def test_first_tokens_are_of_the_sequence(field):
+    assert refusal(Workload, {"seq_len": 8, field: 9}) == f"Workload: {field}=9 is more than seq_len=8"
+    assert Workload.read({"seq_len": 8, field: 8}).mask == (Mask.causal() if field == "sinks" else Mask.prefix_lm(8))
+
+
+def test_chunks_are_not_too_many_to_list():
+    message = refusal(Workload, {"seq_len": 2**40, "chunk": 2**28 - 1})
+    assert message == (
+        "Workload: chunk=268435455 cuts seq_len=1099511627776 into more than 4,096 chunks: use 268,435,456 or more"
+    )
+    assert len(Workload.read({"seq_len": 2**40, "chunk": 2**28}).mask.regions[0].boundaries) == 2**12 + 1
+
+
 @pytest.mark.parametrize(("documents", "total"), [([5], "5 tokens"), ([5, 4], "9 tokens")])
 def test_documents_fill_the_sequence(documents, total):
     message = refusal(Workload, {"seq_len": 8, "documents": documents})
@@ -453,8 +493,11 @@ clusters = st.builds(
 def workloads(draw: st.DrawFn) -> Workload:
     documents = tuple(draw(st.lists(st.integers(1, 2**20), max_size=4)))
     bound = st.none() | st.integers(-1, 2**40)
+    seq_len = sum(documents) or draw(counts)
+    first = st.integers(0, seq_len)
     return Workload(
-        seq_len=sum(documents) or draw(counts), batch=draw(counts), is_causal=draw(st.booleans()), documents=documents,
+        seq_len=seq_len, chunk=draw(st.none() | st.integers(-(-seq_len // 99), 2**40)), sinks=draw(first),
+        prefix=draw(first), batch=draw(counts), is_causal=draw(st.booleans()), documents=documents,
         window_size=draw(st.none() | st.tuples(bound, bound)), mode=draw(st.sampled_from(["train", "inference"])),
         tensor_parallel=draw(degrees), data_parallel=draw(degrees), zero_stage=draw(st.integers(0, 3)),
         checkpointing=draw(st.sampled_from(["none", "selective", "full"])),

@@ -5,20 +5,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.strategies import coverage, examples, flat, layout_names, masks, visible
+from tests.unit.strategies import coverage, examples, flat, layout_texts, unions, visible
 from usp import layouts
 from usp.errors import InputError
 from usp.mask import Mask
 from usp.schedule import Schedule
 from usp.tiles import tiles
 
-every_layout = pytest.mark.parametrize("layout", layouts.names())
+every_layout = pytest.mark.parametrize("name", layouts.names())
 
 
 @st.composite
 def schedules(draw: st.DrawFn, longest: int = 30) -> Schedule:
     seq_len = draw(st.integers(1, longest))
-    return Schedule(draw(masks(total=seq_len)), draw(layout_names), seq_len, draw(st.integers(1, 6)))
+    return Schedule(draw(unions(seq_len)), draw(layout_texts(seq_len)), seq_len, draw(st.integers(1, 6)))
 
 
 def ranks(schedule: Schedule) -> range:
@@ -69,8 +69,8 @@ def test_causal_takes_one_tile_a_hop(layout, ring_degree, chunk):
 @every_layout
 @examples(50)
 @given(seq_len=st.integers(0, 60), ring_degree=st.integers(1, 8))
-def test_full_takes_one_tile_a_hop(layout, seq_len, ring_degree):
-    schedule = Schedule(Mask.full(), layout, seq_len, ring_degree)
+def test_full_takes_one_tile_a_hop(name, seq_len, ring_degree):
+    schedule = Schedule(Mask.full(), layouts.layout_for(name, Mask.causal()), seq_len, ring_degree)
     for rank in ranks(schedule):
         for owner in ranks(schedule):
             wanted = bool(schedule.length(rank) and schedule.length(owner))
@@ -144,7 +144,7 @@ def test_equal_text_is_equal_work(a, b):
 @given(schedules())
 def test_what_is_remembered_is_what_is_computed(schedule):
     for rank in ranks(schedule):
-        fresh = layouts.load(schedule.layout)(schedule.seq_len, schedule.ring_degree, rank)
+        fresh = layouts.positions(schedule.layout, schedule.seq_len, schedule.ring_degree, rank)
         assert schedule.positions(rank) == schedule.positions(rank) == fresh
         for owner in ranks(schedule):
             computed = tiles(schedule.positions(rank), schedule.positions(owner), schedule.mask)

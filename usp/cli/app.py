@@ -23,7 +23,7 @@ def usp(show_version: Annotated[bool, typer.Option("--version", help="Print the 
 
 app.command(epilog=plan.EXAMPLES)(grouped(plan.plan))
 app.command(epilog=topology.EXAMPLES)(topology.topology)
-app.command(epilog=explain.EXAMPLES)(explain.explain)
+app.command(epilog=explain.EXAMPLES)(grouped(explain.explain))
 app.command(epilog=probe.EXAMPLES)(probe.probe)
 
 

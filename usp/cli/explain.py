@@ -1,7 +1,7 @@
 """`usp explain`: who computes which tile at which hop, and how evenly."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -13,15 +13,16 @@ from rich.text import Text
 
 from usp import layouts
 from usp.cli import tile_plot
-from usp.cli.mask_options import Causal, Documents, SeqLen, Window, describe_mask, mask_fields
+from usp.cli.mask_options import MaskOptions, describe_mask
 from usp.cli.output import AsJson, console, document
+from usp.mask import Mask
 from usp.planner.spec import Workload
 from usp.planner.survey import Survey, survey
 from usp.schedule import Schedule
 
 EXAMPLES = (
     "Examples: `usp explain --seq-len 128K -r 4 --layout zigzag`; `usp explain --seq-len 8K -r 4 --window 1023,0`; "
-    "`usp explain --seq-len 8K -r 4 --full --documents 3K,5K --plot tiles.png`."
+    "`usp explain --seq-len 8K -r 4 --prefix 1K --documents 3K,5K --layout balanced --plot tiles.png`."
 )
 BUDGET = 2**14
 """Most pairs of pieces of positions that one survey compares: beyond it ranks, then hops are sampled."""
@@ -84,8 +85,10 @@ class Explanation(Part):
     schedule: str = Field(description="The fingerprint of the schedule.")
     ring_degree: int
     seq_len: int
-    layout: str
-    mask: str = Field(description="Bands of key - query offsets, and cumulative document boundaries.")
+    layout: str = Field(description="Its name; one that deals by a mask deals by this one.")
+    mask: str = Field(
+        description="Regions, joined by |: bands of key - query offsets, q and k: the queries and keys, @: boundaries."
+    )
     ranks: list[Rank]
     hops: list[Hop]
     balance: float | None = Field(description="Slowest rank over mean, of the totals; null: no rank has work.")
@@ -109,11 +112,16 @@ def summary(survey: Survey) -> list[Hop]:
     return found
 
 
+def dealt(mask: Mask) -> dict[str, str]:
+    """The built-in layouts by their names: those that deal by a mask, by this one."""
+    return {name: layouts.layout_for(name, mask) for name in layouts.names()}
+
+
 def compare(schedule: Schedule, own: Survey) -> list[LayoutTime]:
     """The built-in layouts for the mask, length and ring of a schedule, of which there is a survey already."""
     found = {
-        name: own if name == schedule.layout else survey(replace(schedule, layout=name), BUDGET)
-        for name in layouts.names()
+        name: own if layout == schedule.layout else survey(replace(schedule, layout=layout), BUDGET)
+        for name, layout in dealt(schedule.mask).items()
     }
     return [
         LayoutTime(
@@ -137,11 +145,12 @@ def explanation(schedule: Schedule, survey: Survey) -> Explanation:
     """The document about a schedule."""
     totals, compared = survey.totals, compare(schedule, survey)
     work, better = dict(zip(survey.ranks, totals, strict=True)), best(compared)
+    names = {layout: name for name, layout in dealt(schedule.mask).items()}
     return Explanation(
         schedule=str(schedule),
         ring_degree=schedule.ring_degree,
         seq_len=schedule.seq_len,
-        layout=schedule.layout,
+        layout=names[schedule.layout],
         mask=str(schedule.mask),
         ranks=[
             Rank(
@@ -162,35 +171,44 @@ def explanation(schedule: Schedule, survey: Survey) -> Explanation:
     )
 
 
-def explain(
-    seq_len: SeqLen,
-    ring_degree: Annotated[int, typer.Option("--ring-degree", "-r", min=1, max=4096, help="Ranks of the ring.")],
-    layout: Annotated[str, typer.Option(help=f"One of {', '.join(layouts.names())}.")] = "contiguous",
-    causal: Causal = True,
-    window: Window = None,
-    documents: Documents = None,
-    as_json: AsJson = False,
-    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Write a picture, such as tiles.png.")] = None,
-) -> None:
+@dataclass(frozen=True)
+class RingOptions:
+    """Over how many ranks the sequence is dealt, and how."""
+
+    ring_degree: Annotated[int, typer.Option("--ring-degree", "-r", min=1, max=4096, help="Ranks of the ring.")]
+    layout: Annotated[str, typer.Option(help=f"One of {', '.join(layouts.names())}.")] = "contiguous"
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """What is printed and drawn."""
+
+    as_json: AsJson = False
+    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Write a picture, such as tiles.png.")] = None
+
+
+def explain(mask: MaskOptions, ring: RingOptions, output: OutputOptions) -> None:
     """Show who computes which tile at which hop of the ring, and how evenly.
 
     Work is counted in visible (query, key) pairs per head, from the schedule that the attention executes.
     """
-    workload = Workload(seq_len=seq_len, **mask_fields(seq_len, causal, window, documents))
-    schedule = Schedule(workload.mask, layout, seq_len, ring_degree)
+    workload = Workload.read(mask.fields())
+    layout = layouts.layout_for(ring.layout, workload.mask)
+    schedule = Schedule(workload.mask, layout, workload.seq_len, ring.ring_degree)
     found = survey(schedule, BUDGET)
     told = explanation(schedule, found)
-    title = f"{layout} over a ring of {ring_degree:,}: {seq_len:,} tokens, {describe_mask(workload)}"
-    if plot:
+    about = f"{workload.seq_len:,} tokens, {describe_mask(workload)}"
+    title = f"{ring.layout} over a ring of {ring.ring_degree:,}: {about}"
+    if output.plot:
         bars = [tile_plot.Bar(hop.hop, hop.stands_for, hop.max, hop.mean) for hop in told.hops]
-        tile_plot.draw(schedule, bars, title + " (bars sampled)" * bool(told.sampled), plot)
-    out = console(as_json)
+        tile_plot.draw(schedule, bars, title + " (bars sampled)" * bool(told.sampled), output.plot)
+    out = console(output.as_json)
     out.print(title)
     _positions(out, schedule)
     _picture(out, schedule, told.hops_moved)
     _work(out, found, told)
     _conclusion(out, told)
-    if as_json:
+    if output.as_json:
         document(told.model_dump(mode="json"))
 
 

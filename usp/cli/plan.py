@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from usp import layouts
 from usp.cli import plan_plot
-from usp.cli.mask_options import Documents, SeqLen, Window, describe_mask, mask_fields
+from usp.cli.mask_options import MaskOptions, describe_mask
 from usp.cli.output import AsJson, console, document
 from usp.errors import InputError
 from usp.planner import hardware, models
@@ -89,15 +90,9 @@ class ClusterOptions:
 
 @dataclass(frozen=True)
 class WorkloadOptions:
-    """What the model is run on."""
+    """What the model is run on, besides the sequence and its mask."""
 
-    seq_len: SeqLen
     batch: Annotated[int, typer.Option(help="Sequences of a sequence-parallel group at a time.")] = 1
-    causal: Annotated[
-        bool | None, typer.Option("--causal/--full", help="Causal, unless the model has no vocabulary.")
-    ] = None
-    window: Window = None
-    documents: Documents = None
     mode: Annotated[str, typer.Option(help="train or inference.")] = "train"
     tensor_parallel: Annotated[int, typer.Option("--tensor-parallel", "--tp", help="Its degree.")] = 1
     data_parallel: Annotated[int, typer.Option("--data-parallel", "--dp", help="Sequence-parallel groups.")] = 1
@@ -105,15 +100,13 @@ class WorkloadOptions:
     loss_chunks: Annotated[int, typer.Option(help="Pieces in which logits and loss are computed.")] = 1
     zero_stage: Annotated[int, typer.Option(help="0 to 3; 3 is FSDP.")] = 3
 
-    def read(self, model: ModelSpec) -> Workload:
-        """The workload of a model.
+    def read(self, mask: MaskOptions, model: ModelSpec) -> Workload:
+        """The workload of a model under a mask.
 
         Raises:
             InputError: a field is wrong.
         """
-        causal = model.vocab > 0 if self.causal is None else self.causal
-        fields = {name: value for name, value in vars(self).items() if name in Workload.model_fields}
-        return Workload.read(fields | mask_fields(self.seq_len, causal, self.window, self.documents))
+        return Workload.read(mask.fields(causal=model.vocab > 0) | vars(self))
 
 
 @dataclass(frozen=True)
@@ -125,13 +118,15 @@ class OutputOptions:
     as_json: AsJson = False
 
 
-def plan(model: ModelOptions, cluster: ClusterOptions, workload: WorkloadOptions, output: OutputOptions) -> None:
+def plan(
+    model: ModelOptions, cluster: ClusterOptions, mask: MaskOptions, workload: WorkloadOptions, output: OutputOptions
+) -> None:
     """Show which Ulysses and ring degrees are fastest, and why the others are not.
 
     Times are predicted, of the attention of one step; memory is of the fullest rank at its peak.
     """
     shape = model.read()
-    made = make_plan(shape, cluster.read(), workload.read(shape))
+    made = make_plan(shape, cluster.read(), workload.read(mask, shape))
     _show(made, output)
     if output.plot is not None:
         plan_plot.draw(made, output.plot)
@@ -177,11 +172,13 @@ def leading(choices: Sequence[Choice]) -> list[Choice]:
 
 
 def code(choice: Choice) -> str:
-    """The choice as a line of Python."""
+    """The choice as a line of Python, in which `mask` is that of the workload."""
     topology = f"usp.Topology.build({choice.ulysses_degree}, {choice.ring_degree}, allow_cross_node=True)"
     degrees = f"ulysses_degree={choice.ulysses_degree}, ring_degree={choice.ring_degree}"
     which = f"topology={topology}" if choice.ulysses_crosses_nodes else degrees
-    how = f', layout="{choice.layout}", transport="{choice.transport}"' if choice.ring_degree > 1 else ""
+    named = f'"{choice.layout}"'
+    layout = f"usp.layout_for({named}, mask)" if layouts.needs_mask(choice.layout) else named
+    how = f', layout={layout}, transport="{choice.transport}"' if choice.ring_degree > 1 else ""
     return f"usp.USPAttention({which}{how})"
 
 

@@ -221,13 +221,17 @@ def _polygons(axes: Any, schedule: Schedule, last: int) -> None:
     """The tiles as they are, each with its outline and, where it fits, its hop."""
     from matplotlib.collections import PolyCollection
 
-    ring, smallest = schedule.ring_degree, (schedule.seq_len / 26) ** 2
+    ring, smallest, thin = schedule.ring_degree, (schedule.seq_len / 26) ** 2, schedule.seq_len / 100
     for hop in range(ring):
         found = [tile for rank in range(ring) for tile in pieces(schedule, rank, (rank - hop) % ring)]
         shapes = [outline(tile) for tile in found]
-        axes.add_collection(
-            PolyCollection(shapes, facecolor=colour(hop, last), edgecolor="white", linewidth=0.8 if ring <= 8 else 0.3)
-        )
+        shade, white = colour(hop, last), ("white", 0.8 if ring <= 8 else 0.3)
+        lines = [  # white would cover what is hardly wider, such as a few sinks
+            white if tile.area > thin * max(tile.q.stop - tile.q.start, tile.k.stop - tile.k.start) else (shade, 2)
+            for tile in found
+        ]
+        edges, widths = zip(*lines, strict=True) if lines else ((), ())
+        axes.add_collection(PolyCollection(shapes, facecolor=shade, edgecolor=edges, linewidth=widths))
         for tile, shape in zip(found, shapes, strict=True):
             if tile.area > smallest:
                 x, y = _centroid(shape)

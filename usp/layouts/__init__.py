@@ -1,7 +1,7 @@
 """Layouts: one function a file, `name(seq_len, ring_degree, rank) -> Positions`, found by the name of its file.
 
 One that deals tokens by a mask takes that as its fourth parameter, and is named with it: "balanced[:0@0,5,9]", as
-`for_mask` writes it. All layers of a model then share a layout, whatever masks of their own they have.
+`layout_for` writes it. All layers of a model then share a layout, whatever masks of their own they have.
 
 A sequence may be dealt by sections, joined by "+", of which all but one have a length: "contiguous:77+zigzag" deals the
 first 77 tokens, and then the rest.
@@ -48,11 +48,11 @@ def needs_mask(name: str) -> bool:
     return "mask" in inspect.signature(load(name)).parameters
 
 
-def for_mask(name: str, mask: Mask) -> str:
+def layout_for(name: str, mask: Mask) -> str:
     """The layout called `name` for sequences under a mask: the name itself, or with the mask where it is needed.
 
     ```python
-    layout = usp.layouts.for_mask("balanced", usp.Mask.causal() & usp.Mask.documents(lengths))
+    layout = usp.layout_for("balanced", usp.Mask.causal() & usp.Mask.documents(lengths))
     attn, tokens = usp.USPAttention(layout=layout, ...), usp.shard(tokens, topology, layout=layout)
     ```
 
@@ -100,9 +100,7 @@ def parse(name: str) -> tuple[tuple[Layout, int | None], ...]:
 
 def _with_mask(name: str, mask: str | None) -> Layout:
     if needs_mask(name) != (mask is not None):
-        wanted = (
-            f'deals tokens by a mask: give usp.layouts.for_mask("{name}", mask)' if mask is None else "takes no mask"
-        )
+        wanted = f'deals tokens by a mask: give usp.layout_for("{name}", mask)' if mask is None else "takes no mask"
         raise InputError(f"the {name} layout {wanted}")
     return load(name) if mask is None else partial(_deal, load(name), Mask.parse(mask))
 

@@ -14,6 +14,7 @@ For attention the terms are what `usp.all_to_all`, `usp.ring`, `usp.merge` and t
 from dataclasses import dataclass
 from functools import cached_property
 
+from usp import layouts
 from usp.errors import InputError
 from usp.heads import groups, runs
 from usp.mask import Mask
@@ -58,7 +59,7 @@ def estimate(
         workload: what it is run on.
         ulysses_degree: ranks of a Ulysses group.
         ring_degree: ranks of a ring.
-        layout: how positions are dealt to the ranks of the ring.
+        layout: how positions are dealt to the ranks of the ring, if need be by the mask of the workload.
         transport: what moves the blocks of the ring, "p2p" or "all_gather".
 
     Raises:
@@ -86,9 +87,10 @@ def _layer(model: ModelSpec, workload: Workload, degrees: tuple[int, int], layou
             f"({model.heads} heads, tensor_parallel={workload.tensor_parallel}): use {shape.heads} or fewer"
         )
     mask = workload.mask
+    dealt = layouts.layout_for(layout, mask)
     if model.windowed_layers == model.layers:
         mask &= Mask.window(model.window, None)
-    return Layer(shape, Schedule(mask, layout, workload.seq_len, degrees[1]), degrees[0], transport)
+    return Layer(shape, Schedule(mask, dealt, workload.seq_len, degrees[1]), degrees[0], transport)
 
 
 @dataclass(frozen=True)

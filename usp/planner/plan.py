@@ -30,7 +30,7 @@ class Choice(Report):
     Attributes:
         ulysses_degree: ranks of a Ulysses group.
         ring_degree: ranks of a ring.
-        layout: how positions are dealt to ring ranks.
+        layout: how positions are dealt to ring ranks; "balanced" is that of the workload's mask (`layouts.layout_for`).
         transport: what moves the blocks of the ring.
         ulysses_crosses_nodes: whether some Ulysses group spans nodes.
         ring_crosses_nodes: whether some ring spans nodes.
@@ -141,8 +141,7 @@ def plan(
 def _choices(problem: Problem, ulysses_degree: int, ring_degree: int) -> Iterator[Choice]:
     """The choices of one pair of degrees. With one ring rank there is nothing for a layout or a transport to decide."""
     machine = problem.machines[ulysses_degree, ring_degree]
-    names = layouts.names() if ring_degree > 1 else ["contiguous"]
-    for layout in names:
+    for layout in _layouts(problem) if ring_degree > 1 else ["contiguous"]:
         for transport in TRANSPORTS if ring_degree > 1 else TRANSPORTS[:1]:
             spent, to_all, round_ring = Seconds(), 0, 0
             for count, layer in problem.layers(ulysses_degree, ring_degree, layout, transport):
@@ -170,6 +169,15 @@ def _choices(problem: Problem, ulysses_degree: int, ring_degree: int) -> Iterato
                 memory_bytes=memory.total_bytes,
                 fits=memory.total_bytes <= problem.cluster.device.memory_bytes,
             )
+
+
+def _layouts(problem: Problem) -> list[str]:
+    """Those that may be best: one that deals by a mask has nothing to find where the offset alone decides.
+
+    There contiguous, zigzag or striped is even.
+    """
+    relative = problem.workload.mask.relative
+    return [name for name in layouts.names() if not (relative and layouts.needs_mask(name))]
 
 
 def _run(layer: Layer, machine: Machine, kind: Pass) -> tuple[Seconds, int, int]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from usp import layouts
 from usp.errors import InputError
 from usp.mask import Mask
 from usp.placement import columns, place, rows
@@ -61,17 +62,13 @@ class Problem:
         return ""
 
     def layers(self, ulysses_degree: int, ring_degree: int, layout: str, transport: str) -> list[tuple[int, Layer]]:
-        """The model's attention layers, and how many there are of each kind."""
+        """The model's attention layers, and how many there are of each kind. All deal by the mask of the workload."""
         model, whole = self.model, self.workload.mask
+        seq_len, dealt = self.workload.seq_len, layouts.layout_for(layout, whole)
         windowed = whole if model.window is None else whole & Mask.window(model.window, model.window)
         kinds = ((model.layers - model.windowed_layers, whole), (model.windowed_layers, windowed))
         return [
-            (
-                count,
-                Layer(
-                    self.shape, Schedule(mask, layout, self.workload.seq_len, ring_degree), ulysses_degree, transport
-                ),
-            )
+            (count, Layer(self.shape, Schedule(mask, dealt, seq_len, ring_degree), ulysses_degree, transport))
             for count, mask in kinds
             if count
         ]

@@ -116,7 +116,12 @@ def _slower(problem: Problem, choice: "Choice", best: "Choice") -> str:
         link, devices = machine.path(machine.ring)
         return f"hops of R={ring} at {link.speed('ring', devices):g} GB/s: {spent} not hidden instead of {instead}"
     if part == "merge":
-        return f"R={ring} joins {ring} blocks: {spent} instead of {instead}"
+        why = (
+            f"R={ring} joins {ring} blocks"
+            if ring > best.ring_degree
+            else f"{choice.layout} joins more or larger tiles"
+        )
+        return f"{why}: {spent} instead of {instead}"
     uneven = problem.imbalance(ring, choice.layout)
     if uneven > 1.02 * problem.imbalance(best.ring_degree, best.layout):
         return f"{choice.layout}: the slowest ranks compute {uneven:.2f} x an even share"

@@ -21,6 +21,8 @@ from usp.mask import Mask
 
 SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+MOST_CHUNKS = 2**12
+"""Chunks of the finest cut that is planned for: every boundary is listed."""
 
 
 def parse_size(value: Any) -> Any:
@@ -59,6 +61,7 @@ def load(path: str | Path) -> Any:
 Count = Annotated[int, Field(ge=1, le=2**40)]
 Share = Annotated[int, Field(ge=0, le=2**40)]
 Size = Annotated[Count, BeforeValidator(parse_size)]
+Part = Annotated[Share, BeforeValidator(parse_size)]
 Rate = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Delay = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
@@ -298,10 +301,13 @@ class Workload(Spec):
     """What the model is run on.
 
     Attributes:
-        seq_len: global number of tokens of a sequence; "128K" and "1M" are understood.
+        seq_len: global number of tokens of a sequence; "128K" and "1M" are understood, as in `chunk` and so on.
         batch: sequences of a sequence-parallel group at a time.
         is_causal: as in `usp.attention`.
         window_size: (left, right), as in `usp.attention`; -1 or None: no bound.
+        chunk: tokens of a chunk outside of which nothing is seen, as in `Mask.chunks`; None: no chunks.
+        sinks: first tokens that queries see besides their window and chunk, as in `Mask.streaming`.
+        prefix: first tokens that all queries see, those before them too, as in `Mask.prefix_lm`.
         documents: lengths of packed documents, as in `Mask.documents`; empty: one document.
         mode: "train" is forward and backward with an optimizer, "inference" the forward pass alone.
         tensor_parallel: degree of tensor parallelism; its ranks are neighbours in a node.
@@ -317,6 +323,9 @@ class Workload(Spec):
     batch: Count = 1
     is_causal: bool = True
     window_size: tuple[int | None, int | None] | None = None
+    chunk: Size | None = None
+    sinks: Part = 0
+    prefix: Part = 0
     documents: tuple[Count, ...] = ()
     mode: Literal["train", "inference"] = "train"
     tensor_parallel: Annotated[int, Field(ge=1, le=2**16)] = 1
@@ -327,15 +336,30 @@ class Workload(Spec):
 
     @model_validator(mode="after")
     def _masks(self) -> Self:
+        for name in ("sinks", "prefix"):
+            if getattr(self, name) > self.seq_len:
+                raise ValueError(f"{name}={getattr(self, name)} is more than seq_len={self.seq_len}")
+        if self.chunk is not None and self.seq_len > self.chunk * MOST_CHUNKS:
+            least = -(-self.seq_len // MOST_CHUNKS)
+            cuts = f"chunk={self.chunk} cuts seq_len={self.seq_len} into more than {MOST_CHUNKS:,} chunks"
+            raise ValueError(f"{cuts}: use {least:,} or more")
         self.mask.check(self.seq_len)
         return self
 
     @property
     def mask(self) -> Mask:
-        """Which keys a query sees."""
-        mask = Mask.causal() if self.is_causal else Mask.full()
+        """Which keys a query sees.
+
+        Causal or not, of that the window, of that the chunk; in addition the sinks, but causal ones only, and the
+        prefix; and of all that what lies in the query's document.
+        """
+        mask = order = Mask.causal() if self.is_causal else Mask.full()
         if self.window_size is not None:
             mask &= Mask.window(*self.window_size)
+        if self.chunk is not None:
+            mask &= Mask.chunks(self.chunk, self.seq_len)
+        mask |= Mask.keys(0, self.sinks) & order
+        mask = Mask.keys(0, self.prefix) | mask
         return mask & Mask.documents(self.documents) if self.documents else mask
 
 
