@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from usp.attention import USPAttention, attention
     from usp.batch import check_batch, shard_batch
+    from usp.decode import decode, extend
     from usp.errors import AgreementError, InputError, KernelError, TopologyError, TransportError, USPError
+    from usp.kv_cache import KVCache
     from usp.layouts import layout_for
     from usp.loss import check_replicas, count_targets, cross_entropy, linear_cross_entropy
     from usp.mask import Band, Mask
@@ -29,6 +31,7 @@ __all__ = [
     "Band",
     "ClusterSpec",
     "InputError",
+    "KVCache",
     "KernelError",
     "Mask",
     "ModelSpec",
@@ -45,6 +48,8 @@ __all__ = [
     "check_replicas",
     "count_targets",
     "cross_entropy",
+    "decode",
+    "extend",
     "layout_for",
     "linear_cross_entropy",
     "plan",
@@ -59,6 +64,7 @@ _HOME = {
     "Band": "mask",
     "ClusterSpec": "planner.spec",
     "InputError": "errors",
+    "KVCache": "kv_cache",
     "KernelError": "errors",
     "Mask": "mask",
     "ModelSpec": "planner.spec",
@@ -75,6 +81,8 @@ _HOME = {
     "check_replicas": "loss",
     "count_targets": "loss",
     "cross_entropy": "loss",
+    "decode": "decode",
+    "extend": "decode",
     "layout_for": "layouts",
     "linear_cross_entropy": "loss",
     "plan": "planner.plan",

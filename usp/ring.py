@@ -19,11 +19,11 @@ from torch import Tensor
 
 from usp import kernels, transports
 from usp.heads import runs
-from usp.kernels.base import Alibi, Kernel, Scores
+from usp.kernels.base import Alibi, Backward, Forward, Kernel, Scores
 from usp.mask import Mask
 from usp.merge import Accumulator, Sum, Where, accumulation_dtype
-from usp.positions import Positions
 from usp.schedule import Schedule
+from usp.shard import as_tensor
 from usp.tiles import Tile
 from usp.transports.base import Group, Stop, Transport
 from usp.transports.p2p import resolve
@@ -94,18 +94,24 @@ class Ring:
 
     def _block_forward(self, q: Tensor, stop: Stop, total: Accumulator) -> None:
         """Merges one block's attention into the total. A function, so nothing of a block outlives it."""
-        k, v = stop.tensors
-        for rows, columns, tile, scores in self._pieces(stop.owner, q):
-            total.add(rows, *self.kernel.forward(q[rows], k[columns], v[columns], tile.band, scores))
+        (k, v), pieces = stop.tensors, list(self._pieces(stop.owner, q))
+        results = self.kernel.forward_many(
+            Forward(q[rows], k[columns], v[columns], tile.band, scores) for rows, columns, tile, scores in pieces
+        )
+        for rows, *_ in pieces:
+            total.add(rows, *next(results))
 
     def _block_backward(self, row_side: tuple[Tensor, ...], stop: Stop, dq: Sum) -> list[Tensor]:
         """One block's dk and dv from this rank, whose dq is added to. A function, so no tile outlives its block."""
         dout, q, out, lse = row_side
-        k, v = stop.tensors
+        (k, v), pieces = stop.tensors, list(self._pieces(stop.owner, q))
+        shares = self.kernel.backward_many(
+            Backward(dout[rows], q[rows], k[columns], v[columns], (out[rows], lse[rows]), tile.band, scores)
+            for rows, columns, tile, scores in pieces
+        )
         dk, dv = Sum(k), Sum(v)
-        for rows, columns, tile, scores in self._pieces(stop.owner, q):
-            block = dout[rows], q[rows], k[columns], v[columns], (out[rows], lse[rows])
-            q_share, k_share, v_share = self.kernel.backward(*block, tile.band, scores)
+        for rows, columns, *_ in pieces:
+            q_share, k_share, v_share = next(shares)
             dq.add(rows, q_share)
             dk.add(columns, k_share)
             dv.add(columns, v_share)
@@ -147,13 +153,8 @@ class Ring:
             return self.scores
         schedule, dtype = self.schedules[0], accumulation_dtype(q.dtype)
         rows, columns = schedule.positions(self.transport.rank), schedule.of_keys.positions(owner)
-        sides = (_as_tensor(side, q.device, dtype) for side in (rows, columns))
+        sides = (as_tensor(side, q.device, dtype) for side in (rows, columns))
         return replace(self.scores, alibi=Alibi(self.slopes.to(dtype), *sides))
-
-
-def _as_tensor(positions: Positions, device: torch.device, dtype: torch.dtype) -> Tensor:
-    runs = [torch.arange(run.start, run.stop, run.step, device=device, dtype=dtype) for run in positions]
-    return torch.cat(runs) if runs else torch.empty(0, device=device, dtype=dtype)
 
 
 @dataclass(frozen=True)

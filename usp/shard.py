@@ -38,8 +38,13 @@ def positions(
     Raises:
         InputError: no layout has that name.
     """
-    runs = [torch.arange(r.start, r.stop, r.step, device=device) for r in local_positions(seq_len, topology, layout)]
-    return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64, device=device)
+    return as_tensor(local_positions(seq_len, topology, layout), device, torch.int64)
+
+
+def as_tensor(positions: Positions, device: torch.device | str | None, dtype: torch.dtype) -> Tensor:
+    """Positions one by one, in the order in which they are held."""
+    runs = [torch.arange(run.start, run.stop, run.step, device=device, dtype=dtype) for run in positions]
+    return torch.cat(runs) if runs else torch.empty(0, device=device, dtype=dtype)
 
 
 def shard(x: Tensor, topology: Topology, dim: int = 1, layout: str = "contiguous") -> Tensor:

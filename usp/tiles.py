@@ -15,6 +15,9 @@ from math import inf
 from usp.mask import FULL, Band, Mask, Region
 from usp.positions import Positions
 
+LATEST = 32
+"""Among how many tiles a neighbour is looked for: all of them would be quadratic in the runs of two ranks."""
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -179,8 +182,11 @@ def _between(i: int, q_run: range, j: int, k_run: range, band: Band) -> Iterator
 
     Between runs of different steps a bounded band is no band of indices, but between a run and a single token it is.
     """
-    if q_run.step == k_run.step or band == FULL or min(len(q_run), len(k_run)) <= 1:
-        pieces = [(i, q_run, j, k_run)]
+    if q_run.step != k_run.step:
+        corners = Band(k_run[0] - q_run[-1], k_run[-1] - q_run[0])
+        band = FULL if band & corners == corners else band & corners
+    if q_run.step == k_run.step or band == FULL or not band or min(len(q_run), len(k_run)) <= 1:
+        pieces = [(i, q_run, j, k_run)] if band else []
     elif len(q_run) < len(k_run):
         pieces = [(i + n, q_run[n : n + 1], j, k_run) for n in range(len(q_run))]
     else:
@@ -218,10 +224,12 @@ def _by_document(positions: Positions, span: Band, boundaries: tuple[int, ...]) 
 
 
 def _coalesce(pieces: Iterable[Tile]) -> list[Tile]:
-    """Joins tiles until no two of them are again one tile."""
+    """Joins tiles that are again one tile, each with one of the latest: neighbours come soon after one another."""
     done: list[Tile] = []
     for tile in pieces:
-        while joined := next(((other, both) for other in reversed(done) if (both := _join(other, tile))), None):
+        while joined := next(
+            ((other, both) for other in reversed(done[-LATEST:]) if (both := _join(other, tile))), None
+        ):
             done.remove(joined[0])
             tile = joined[1]
         done.append(tile)

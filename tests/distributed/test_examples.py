@@ -1,5 +1,6 @@
 """The examples run as they are documented, small: sharded runs print what one process prints."""
 
+import ast
 import math
 import os
 import re
@@ -51,6 +52,13 @@ def test_a_sharded_llama_trains_as_in_one_process():
 
 def test_a_sharded_diffusion_transformer_checks_itself():
     torchrun(4, "diffusion_transformer.py", "--check")
+
+
+def test_a_sharded_cache_generates_what_one_process_does():
+    printed = torchrun(4, "generate.py", "--check", "--prompt", "1022", "--tokens", "24")
+    sharded, alone = re.findall(r"each: (.*)", printed)
+    assert sharded == alone
+    assert len(set(ast.literal_eval(sharded))) > 12  # not one byte again and again, which a wrong cache could say too
 
 
 # ---- pre-training on hosts -------------------------------------------------------------------------------------------

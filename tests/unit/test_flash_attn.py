@@ -5,7 +5,9 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from types import ModuleType
@@ -15,9 +17,10 @@ import torch
 from torch import Tensor
 
 from tests.dense import dense_attention, relative_error
+from tests.unit.test_kernels import stretches
 from usp import kernels
 from usp.kernels._windows import _parts
-from usp.kernels.base import Call, Scores
+from usp.kernels.base import Backward, Call, Forward, Scores
 from usp.kernels.flash_attn import FlashAttn
 from usp.kernels.reference import Reference
 from usp.mask import Band
@@ -49,6 +52,7 @@ FLASH3_SCHEMAS = {
     "flash3_in_place": OPTIONAL | {"grads": ""},
 }
 """What the ops of flash-attn-3 have been declared as."""
+SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 
 
 class Fake:
@@ -61,40 +65,70 @@ class Fake:
         assert q.shape[-1] % 8 == 0
         assert all(t.shape[-1] == q.shape[-1] and t.stride(-1) == 1 for t in (q, *others))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:
-        self.check(q, k, v)
-        out, lse = Reference().tile_forward(q, k, v, band, scores)
-        return out, lse.masked_fill(lse == -torch.inf, torch.inf).transpose(1, 2).contiguous()
+    def forward(
+        self, tensors: tuple[Tensor, ...], sequences: tuple | None, window: "Window", scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        self.check(*tensors)
+        q, k, v = tensors
+        outs, lses = [], []
+        for rows, columns, band in self.pieces(q, k, sequences, window):
+            out, lse = Reference().tile_forward(q[rows], k[columns], v[columns], band, scores)
+            outs.append(out)
+            lses.append(lse.masked_fill(lse == -torch.inf, torch.inf).transpose(1, 2))
+        out, lse = torch.cat(outs, 1), torch.cat(lses, 2).contiguous()
+        return (out[0], lse[0]) if sequences else (out, lse)
 
-    def backward(self, given: tuple[Tensor, ...], grads: tuple[Tensor, ...], band: Band, scores: Scores) -> None:
+    def backward(
+        self,
+        given: tuple[Tensor, ...],
+        grads: tuple[Tensor, ...],
+        sequences: tuple | None,
+        window: "Window",
+        scores: Scores,
+    ) -> None:
         *tensors, lse = given
         self.check(*tensors, *grads)
-        batch, rows, heads, _ = tensors[1].shape
-        assert lse.shape == (batch, heads, rows)
+        dout, q, k, v, out = tensors
+        assert lse.shape == (*q.shape[:-3], q.shape[-2], q.shape[-3])
         assert lse.is_contiguous()
-        *inputs, out = tensors
-        shares = Reference().tile_backward(*inputs, (out, lse.transpose(1, 2)), band, scores)
-        for grad, share in zip(grads, shares, strict=True):
-            grad.copy_(share)
+        lse = lse.transpose(-1, -2)
+        for rows, columns, band in self.pieces(q, k, sequences, window):
+            result = out[rows], lse[rows]
+            shares = Reference().tile_backward(dout[rows], q[rows], k[columns], v[columns], result, band, scores)
+            for grad, where, share in zip(grads, (rows, columns, columns), shares, strict=True):
+                grad[where].copy_(share)
+
+    @staticmethod
+    def pieces(q: Tensor, k: Tensor, sequences: tuple | None, window: "Window") -> list[tuple]:
+        """Indices of (1 or B, S, ...) batches of rows and of columns, and their band."""
+        if sequences is None:
+            lengths = q.shape[1], k.shape[1]
+            return [(..., ..., window(lengths, lengths))]
+        found = stretches(q, k, sequences)
+        return [((None, r), (None, c), window((r.stop - r.start, c.stop - c.start), sequences[2:])) for r, c in found]
 
 
-def flash2_band(q: Tensor, k: Tensor, left: int, right: int) -> Band:
-    """csrc/flash_attn/flash_api.cpp of 2.7.0 to 2.8.3: mha_fwd, mha_bwd and set_params_fprop."""
-    rows, columns = q.shape[1], k.shape[1]
-    left, right = (-1 if side >= columns else side for side in (left, right))
+Window = Callable[[tuple[int, int], tuple[int, int]], Band]
+"""The band of a sequence by its rows and columns and by those of the longest ones: the window that C++ was given."""
+
+
+def flash2_band(lengths: tuple[int, int], longest: tuple[int, int], left: int, right: int) -> Band:
+    """csrc/flash_attn/flash_api.cpp of 2.7.0 to 2.8.3: mha_(varlen_)fwd, mha_(varlen_)bwd and set_params_fprop."""
+    (rows, columns), (_, most) = lengths, longest
+    left, right = (-1 if side >= most else side for side in (left, right))
     if left < 0 and right < 0:
         return Band()
-    left, right = (columns if side < 0 else side for side in (left, right))
+    left, right = (most if side < 0 else side for side in (left, right))
     return Band(columns - rows - left, columns - rows + right)
 
 
-def flash3_band(q: Tensor, k: Tensor, left: int, right: int) -> Band:
+def flash3_band(lengths: tuple[int, int], longest: tuple[int, int], left: int, right: int) -> Band:
     """hopper/flash_api.cpp: mha_fwd, mha_bwd and set_params_fprop."""
-    rows, columns = q.shape[1], k.shape[1]
-    left, right = -1 if left >= columns - 1 else left, -1 if right >= rows - 1 else right
+    (rows, columns), (tallest, widest) = lengths, longest
+    left, right = -1 if left >= widest - 1 else left, -1 if right >= tallest - 1 else right
     if left < 0 and right < 0:
         return Band()
-    left, right = columns - 1 if left < 0 else left, rows - 1 if right < 0 else right
+    left, right = widest - 1 if left < 0 else left, tallest - 1 if right < 0 else right
     return Band(columns - rows - left, columns - rows + right)
 
 
@@ -107,8 +141,21 @@ def flash2_modules(fake: Fake, version: str = "2.8.3") -> dict[str, ModuleType]:
     ):  # fmt: skip
         assert (dropout_p, causal, alibi_slopes, return_softmax) == (0.0, False, None, False)
         fake.calls.append(("flash2", None))
-        band = flash2_band(q, k, window_size_left, window_size_right)
-        out, lse = fake.forward(q, k, v, band, Scores(softmax_scale, softcap))
+        window = partial(flash2_band, left=window_size_left, right=window_size_right)
+        out, lse = fake.forward((q, k, v), None, window, Scores(softmax_scale, softcap))
+        return out, lse, torch.empty(0), torch.empty(2, dtype=torch.int64)
+
+    def _flash_attn_varlen_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+        block_table=None, leftpad_k=None, seqused_k=None,
+    ):  # fmt: skip
+        assert (dropout_p, causal, alibi_slopes, return_softmax) == (0.0, False, None, False)
+        assert (block_table, leftpad_k, seqused_k) == (None, None, None)
+        fake.calls.append(("flash2 varlen", None))
+        window = partial(flash2_band, left=window_size_left, right=window_size_right)
+        sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        out, lse = fake.forward((q, k, v), sequences, window, Scores(softmax_scale, softcap))
         return out, lse, torch.empty(0), torch.empty(2, dtype=torch.int64)
 
     def _flash_attn_backward(
@@ -117,12 +164,27 @@ def flash2_modules(fake: Fake, version: str = "2.8.3") -> dict[str, ModuleType]:
     ):  # fmt: skip
         assert (dropout_p, causal, alibi_slopes, rng_state) == (0.0, False, None, None)
         fake.calls.append(("flash2", deterministic))
-        band = flash2_band(q, k, window_size_left, window_size_right)
-        fake.backward((dout, q, k, v, out, softmax_lse), (dq, dk, dv), band, Scores(softmax_scale, softcap))
+        window = partial(flash2_band, left=window_size_left, right=window_size_right)
+        given, scores = (dout, q, k, v, out, softmax_lse), Scores(softmax_scale, softcap)
+        fake.backward(given, (dq, dk, dv), None, window, scores)
+        return torch.empty(0)
+
+    def _flash_attn_varlen_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+        softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
+        rng_state=None,
+    ):  # fmt: skip
+        assert (dropout_p, causal, alibi_slopes, rng_state) == (0.0, False, None, None)
+        fake.calls.append(("flash2 varlen", deterministic))
+        window = partial(flash2_band, left=window_size_left, right=window_size_right)
+        sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        given, scores = (dout, q, k, v, out, softmax_lse), Scores(softmax_scale, softcap)
+        fake.backward(given, (dq, dk, dv), sequences, window, scores)
         return torch.empty(0)
 
     vars(package).update(__version__=version, flash_attn_interface=interface)
-    vars(interface).update(_flash_attn_forward=_flash_attn_forward, _flash_attn_backward=_flash_attn_backward)
+    functions = _flash_attn_forward, _flash_attn_backward, _flash_attn_varlen_forward, _flash_attn_varlen_backward
+    vars(interface).update({function.__name__: function for function in functions})
     return {"flash_attn": package, "flash_attn.flash_attn_interface": interface}
 
 
@@ -134,26 +196,32 @@ def define_flash3(library: torch.library.Library, fake: Fake, schema: dict[str, 
             zip([a.name for a in arguments], args, strict=False)
         )
         ours = {"q", "k", "v", "dout", "out", "softmax_lse", "dq", "dk", "dv", "softmax_scale", "is_causal"}
-        ours |= {"window_size_left", "window_size_right", "softcap", "num_splits", "deterministic"}
+        ours |= {"window_size_left", "window_size_right", "softcap", "num_splits", "deterministic", *SEQUENCES}
         assert not any(value for name, value in given.items() if name not in ours)
         assert not given["is_causal"]
         return given
 
+    def sequences(a: dict) -> tuple | None:
+        given = tuple(a[name] for name in SEQUENCES)
+        return None if given == (None,) * 4 else given
+
     def fwd(*args):
         a = named(forward, args)
         assert (a["out"], a["num_splits"]) == (None, 1)
-        fake.calls.append(("flash3", None))
-        band = flash3_band(a["q"], a["k"], a["window_size_left"], a["window_size_right"])
+        packed = sequences(a)
+        fake.calls.append(("flash3 varlen" if packed else "flash3", None))
+        window = partial(flash3_band, left=a["window_size_left"], right=a["window_size_right"])
         scores = Scores(a["softmax_scale"], a["softcap"])
-        return *fake.forward(a["q"], a["k"], a["v"], band, scores), torch.empty(0), torch.empty(0)
+        return *fake.forward((a["q"], a["k"], a["v"]), packed, window, scores), torch.empty(0), torch.empty(0)
 
     def bwd(*args):
         a = named(backward, args)
-        fake.calls.append(("flash3", a["deterministic"]))
-        band = flash3_band(a["q"], a["k"], a["window_size_left"], a["window_size_right"])
+        packed = sequences(a)
+        fake.calls.append(("flash3 varlen" if packed else "flash3", a["deterministic"]))
+        window = partial(flash3_band, left=a["window_size_left"], right=a["window_size_right"])
         grads = a["dq"], a["dk"], a["dv"]
         given = tuple(a[t] for t in ("dout", "q", "k", "v", "out", "softmax_lse"))
-        fake.backward(given, grads, band, Scores(a["softmax_scale"], a["softcap"]))
+        fake.backward(given, grads, packed, window, Scores(a["softmax_scale"], a["softcap"]))
         return *(grads if schema["grads"] else ()), *(torch.empty(0) for _ in range(5))
 
     forward, backward = FLASH3_FWD.format_map(schema), FLASH3_BWD.format_map(schema)
@@ -245,13 +313,49 @@ def test_tiles_are_cut_only_where_flash_attention_2_would_lose_the_window() -> N
         q, k = torch.empty(1, rows, 1, 8), torch.empty(1, columns, 1, 8)
         shift = columns - rows
         window = -1 if band.lo is None else shift - band.lo, -1 if band.hi is None else band.hi - shift
-        kept = torch.equal(seen(rows, columns, flash2_band(q, k, *window)), seen(rows, columns, band))
+        lengths = rows, columns
+        kept = torch.equal(seen(rows, columns, flash2_band(lengths, lengths, *window)), seen(rows, columns, band))
         parts = _parts(q, k, band)
         assert 1 <= len(parts) <= 3
         assert kept or len(parts) > 1
         assert not kept or len(parts) == 1 or columns == (rows - 1 if band.hi is None else window[1])
         cut += not kept
     assert cut > 100
+
+
+def launches(tiles: list[tuple[int, int, Band]]) -> tuple[int, int]:
+    """How many the tiles take, that is windows and parts of tiles that must be cut; and how many of several tiles."""
+    alike, parts = Counter(), 0
+    for rows, columns, band in tiles:
+        cut = _parts(torch.empty(1, rows, 1, 1), torch.empty(1, columns, 1, 1), band)
+        if len(cut) > 1:
+            parts += len(cut)
+        else:
+            left = None if band.lo is None else columns - rows - band.lo
+            right = None if band.hi is None else band.hi - columns + rows
+            alike[left, right] += 1
+    return len(alike) + parts, sum(count > 1 for count in alike.values())
+
+
+@pytest.mark.parametrize("softcap", [0.0, 0.5])
+def test_many_blocks_are_one_by_one_in_a_launch_for_each_window(kernel: FlashAttn, fake: Fake, softcap: float) -> None:
+    scores, tiles = Scores(0.3, softcap), random_tiles(100)
+    given = [tensors(rows, columns, 12, 20, dtype=torch.float64) for rows, columns, _ in tiles]
+    blocks = [Forward(*x[:3], band, scores) for x, (*_, band) in zip(given, tiles, strict=True)]
+    alone = [kernel.forward(*block) for block in blocks]
+    backwards = [
+        Backward(x[3], *x[:3], result, block.band, scores)
+        for x, block, result in zip(given, blocks, alone, strict=True)
+    ]
+    singly = [(*kernel.forward(*a), *kernel.backward(*b)) for a, b in zip(blocks, backwards, strict=True)]
+    fake.calls.clear()
+    results = list(kernel.forward_many(blocks))
+    called = len(fake.calls), sum("varlen" in name for name, _ in fake.calls)
+    together = [(*result, *grads) for result, grads in zip(results, kernel.backward_many(backwards), strict=True)]
+    for found, expected in zip(together, singly, strict=True):
+        assert [t.shape for t in found] == [t.shape for t in expected]
+        assert all(relative_error(x, reference) < 1e-12 for x, reference in zip(found, expected, strict=True))
+    assert called == launches(tiles) and called[1] > 2
 
 
 def test_the_output_and_lse_of_the_whole_row_are_honoured(kernel: FlashAttn) -> None:
@@ -365,3 +469,34 @@ def test_on_a_gpu(name: str, head_dims: tuple[int, int], softcap: float) -> None
         names = ("out", "lse", "dq", "dk", "dv")
         for which, x, reference in zip(names, (*output, *grads), expected, strict=True):
             assert relative_error(x, reference) < 2e-2, f"{which} of {rows} x {columns} under {band}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["flash_attn", "sdpa"])
+@pytest.mark.parametrize("head_dims", [(128, 128), (72, 40)])
+def test_many_on_a_gpu(name: str, head_dims: tuple[int, int]) -> None:
+    """Packed documents: many short ones, single tokens and long ones under one window, and random ones beside them."""
+    kernel, dtype, scores = kernels.load(name), torch.bfloat16, Scores(0.1)
+    if reason := kernel.refuses(Call("cuda", dtype, *head_dims)):
+        pytest.skip(reason)
+    lengths = [*range(1, 60), 1, 1, 1, 300, 700]
+    packed = [(n, n, Band(None, 0)) for n in lengths] + [(n, 2 * n, Band()) for n in lengths] + [(1, 1, Band())] * 9
+    tiles = [(q.stop, k.stop, band) for rows, columns, wide in packed
+             for q, k, band in (vars(trim(Tile(slice(0, rows), slice(0, columns), wide))).values(),)]  # fmt: skip
+    tiles += random_tiles(30) + [(n, n, Band(-30, 0)) for n in (40, 80, 700)]
+    given = [tensors(rows, columns, *head_dims, dtype=dtype, device="cuda") for rows, columns, _ in tiles]
+    blocks = [Forward(*x[:3], band, scores) for x, (*_, band) in zip(given, tiles, strict=True)]
+    results = list(kernel.forward_many(blocks))
+    backwards = [
+        Backward(x[3], *x[:3], result, block.band, scores)
+        for x, block, result in zip(given, blocks, results, strict=True)
+    ]
+    for block, result, dout, grads in zip(
+        blocks, results, [x[3] for x in given], kernel.backward_many(backwards), strict=True
+    ):
+        exact = [t.double() for t in block[:3]]
+        out, lse = Reference().forward(*exact, block.band, scores)
+        expected = out, lse, *Reference().backward(dout.double(), *exact, (out, lse), block.band, scores)
+        for which, x, reference in zip(("out", "lse", "dq", "dk", "dv"), (*result, *grads), expected, strict=True):
+            scale = max(reference.norm().item(), reference.numel() ** 0.5 * 1e-1)  # dq of a row that sees one key is 0
+            assert (x.double() - reference).norm() < 2e-2 * scale, f"{which} of {block.q.shape} under {block.band}"

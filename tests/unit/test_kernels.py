@@ -19,46 +19,81 @@ from tests.dense import dense_attention, relative_error
 from tests.unit.strategies import examples
 from usp import kernels
 from usp.errors import InputError, KernelError
-from usp.kernels._windows import WindowKernel
+from usp.kernels._windows import Launch, Sequences, WindowKernel
 from usp.kernels.base import Alibi, Call, Kernel, Scores, hidden_by
 from usp.kernels.reference import Reference
 from usp.mask import CAUSAL, FULL, Band
 from usp.merge import accumulation_dtype, merge_
 
 
+def stretches(q: torch.Tensor, k: torch.Tensor, sequences: Sequences) -> list[tuple[slice, slice]]:
+    """Where the sequences lie among all rows and columns, as their flash kernels ask for it."""
+    *ends, longest_q, longest_k = sequences
+    assert all(t.dtype == torch.int32 and t.is_contiguous() and t.device == q.device for t in ends)
+    rows, columns = ([slice(a, b) for a, b in itertools.pairwise(t.tolist())] for t in ends)
+    for side, x, longest in ((rows, q, longest_q), (columns, k, longest_k)):
+        assert x.ndim == 3 and (side[0].start, side[-1].stop) == (0, x.shape[0])
+        assert max(part.stop - part.start for part in side) == longest
+    return list(zip(rows, columns, strict=True))
+
+
 class Windows(WindowKernel):
     """What kernels on CUDA are given, with FlashAttention-2's reading of a window (left, right) and no GPU.
 
-    Its flash_api.cpp reads a side that reaches over all keys as no bound, and no bound beside another as all keys.
+    Its flash_api.cpp reads a side that reaches over all keys, or those of the longest sequence, as no bound, and no
+    bound beside another as all keys. `launches` says how many sequences each computed; 0 is a batch of equal ones.
     """
+
+    def __init__(self) -> None:
+        self.launches: list[int] = []
 
     @override
     def refuses(self, call: Call) -> str | None:
         return "a window kernel is given no linear biases" if call.alibi else None
 
     @override
-    def window_forward(self, q, k, v, window, scores):
+    def window_forward(self, q, k, v, launch):
         assert q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
-        out, lse = Reference().tile_forward(q, k, v, self.band(q, k, window), scores)
-        return out.to(q.dtype), lse.transpose(1, 2)
+        parts = [
+            Reference().tile_forward(q[rows], k[columns], v[columns], band, launch.scores)
+            for rows, columns, band in self.pieces(q, k, launch)
+        ]
+        out, lse = (torch.cat(side, 1) for side in zip(*parts, strict=True))
+        out, lse = out.to(q.dtype), lse.transpose(1, 2)
+        return (out[0], lse[0]) if launch.sequences else (out, lse)
 
     @override
-    def window_backward(self, dout, q, k, v, result, window, scores):
+    def window_backward(self, dout, q, k, v, result, launch):
         out, lse = result
-        assert lse.is_contiguous() and lse.shape == (q.shape[0], q.shape[2], q.shape[1])
+        assert lse.is_contiguous() and lse.shape == (*q.shape[:-3], q.shape[-2], q.shape[-3])
         assert dout.shape == q.shape == out.shape and k.shape == v.shape and q.shape[-1] % 8 == 0
-        lse = lse.transpose(1, 2)
-        grads = Reference().tile_backward(dout, q, k, v, (out, lse), self.band(q, k, window), scores)
-        return tuple(grad.to(q.dtype) for grad in grads)
+        lse = lse.transpose(-1, -2)
+        parts = [
+            Reference().tile_backward(
+                dout[rows], q[rows], k[columns], v[columns], (out[rows], lse[rows]), band, launch.scores
+            )
+            for rows, columns, band in self.pieces(q, k, launch)
+        ]
+        grads = (torch.cat(side, 1).to(q.dtype) for side in zip(*parts, strict=True))
+        return tuple(grad[0] if launch.sequences else grad for grad in grads)
+
+    def pieces(self, q: torch.Tensor, k: torch.Tensor, launch: Launch) -> list[tuple]:
+        """What a launch computes: indices of (1 or B, S, ...) batches of rows and of columns, and their band."""
+        if launch.sequences is None:
+            self.launches.append(0)
+            return [(..., ..., self.band(q.shape[1], k.shape[1], k.shape[1], launch.window))]
+        found, longest = stretches(q, k, launch.sequences), launch.sequences[-1]
+        self.launches.append(len(found))
+        bands = [self.band(r.stop - r.start, c.stop - c.start, longest, launch.window) for r, c in found]
+        return [((None, r), (None, c), band) for (r, c), band in zip(found, bands, strict=True)]
 
     @staticmethod
-    def band(q: torch.Tensor, k: torch.Tensor, window: tuple[int | None, int | None]) -> Band:
-        columns = k.shape[1]
+    def band(rows: int, columns: int, longest: int, window: tuple[int | None, int | None]) -> Band:
         assert all(side is None or side >= 0 for side in window), f"a window of {window}"
-        left, right = (None if side is None or side >= columns else side for side in window)
+        left, right = (None if side is None or side >= longest else side for side in window)
         if (left is None) != (right is None):
-            left, right = (columns if side is None else side for side in (left, right))
-        last = columns - q.shape[1]
+            left, right = (longest if side is None else side for side in (left, right))
+        last = columns - rows
         return Band(None if left is None else last - left, None if right is None else last + right)
 
 

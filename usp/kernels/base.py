@@ -5,7 +5,10 @@ v.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import starmap
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,6 +79,28 @@ class Scores:
         return replace(self, alibi=alibi)
 
 
+class Forward(NamedTuple):
+    """One of the calls of `Kernel.forward_many`: the arguments of `Kernel.forward`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    band: Band
+    scores: Scores
+
+
+class Backward(NamedTuple):
+    """One of the calls of `Kernel.backward_many`: the arguments of `Kernel.backward`."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    result: Result
+    band: Band
+    scores: Scores
+
+
 class Kernel(ABC):
     """Attention of one tile, and its gradients.
 
@@ -134,9 +159,7 @@ class Kernel(ABC):
         Returns:
             dq, dk and dv, in q's dtype or wider.
         """
-        out, lse = result
-        # A row that saw nothing has no weights: exp(score - inf) is 0, where exp(score + inf) would be NaN.
-        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        out, lse = result[0], weightless(result[1])
         tile = _visible(q, k, band)
         if tile and _whole(tile, q, k):
             dout, q, k, v, out = map(_dense, (dout, q, k, v, out))
@@ -149,6 +172,22 @@ class Kernel(ABC):
                 dout, q, k, v, (out, lse[:, tile.q]), tile.band, scores.cut(tile.q, tile.k)
             )
         return dq, dk, dv
+
+    def forward_many(self, blocks: Iterable[Forward]) -> Iterator[Result]:
+        """`forward` of each block, in order, computed as it is asked for: what is not kept is not held.
+
+        Kernels that can compute several blocks in one launch override it; what they hold is then theirs to bound.
+        """
+        return starmap(self.forward, blocks)
+
+    def backward_many(self, blocks: Iterable[Backward]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """`backward` of each block, as `forward_many` is for `forward`."""
+        return starmap(self.backward, blocks)
+
+
+def weightless(lse: Tensor) -> Tensor:
+    """+inf for -inf. A row that saw nothing has no weights: exp(score - inf) is 0, where exp(score + inf) is NaN."""
+    return lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
 def hidden_by(band: Band, rows: int, columns: int, device: torch.device) -> Tensor:

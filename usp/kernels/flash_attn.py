@@ -8,6 +8,7 @@ FlashAttention-3 takes some unequal head_dims of q and v, but which differs by d
 """
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 from typing_extensions import override
 
-from usp.kernels._windows import Window, WindowKernel
-from usp.kernels.base import Call, Result, Scores
+from usp.kernels._windows import Gradients, Launch, Window, WindowKernel
+from usp.kernels.base import Call, Result
 
 
 class FlashAttn(WindowKernel):
@@ -49,37 +50,42 @@ class FlashAttn(WindowKernel):
         return None
 
     @override
-    def window_forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scores: Scores) -> tuple[Tensor, Tensor]:
-        left, right = _minus_one(window)
+    def window_forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch) -> Result:
+        (left, right), scores = _minus_one(launch.window), launch.scores
         if self._use_flash3(q.device):
-            absent = [None] * 20  # keys that are appended, packed, paged, rotated or quantised
+            cu_q, cu_k, max_q, max_k = launch.sequences or [None] * 4
+            # What is None: keys that are appended, paged, rotated or quantised, and an output to write to.
             out, lse, *_ = torch.ops.flash_attn_3.fwd(
-                q, k, v, *absent, scores.scale, False, left, right, softcap=scores.softcap, num_splits=1
-            )
+                q, k, v, *[None] * 4, cu_q, cu_k, *[None] * 3, max_q, max_k, *[None] * 9, scores.scale, False, left,
+                right, softcap=scores.softcap, num_splits=1,
+            )  # fmt: skip
         else:
-            out, lse, *_ = _package("flash_attn.flash_attn_interface")._flash_attn_forward(
-                q, k, v, dropout_p=0.0, softmax_scale=scores.scale, causal=False, window_size_left=left,
-                window_size_right=right, softcap=scores.softcap, alibi_slopes=None, return_softmax=False,
+            out, lse, *_ = _flash2("forward", launch)(
+                q, k, v, *(launch.sequences or ()), dropout_p=0.0, softmax_scale=scores.scale, causal=False,
+                window_size_left=left, window_size_right=right, softcap=scores.softcap, alibi_slopes=None,
+                return_softmax=False,
             )  # fmt: skip
         return out, lse
 
     @override
     def window_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, window: Window, scores: Scores
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        (out, lse), (left, right) = result, _minus_one(window)
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, launch: Launch
+    ) -> Gradients:
+        (out, lse), (left, right), scores = result, _minus_one(launch.window), launch.scores
         dq, dk, dv = (t.new_empty(t.shape) for t in (q, k, v))
         given = (dout, q, k, v, out, lse, dq, dk, dv)
         deterministic = torch.are_deterministic_algorithms_enabled()
         if self._use_flash3(q.device):
-            absent = [None] * 6  # packed sequences
+            cu_q, cu_k, max_q, max_k = launch.sequences or [None] * 4
             torch.ops.flash_attn_3.bwd(
-                *given, *absent, scores.scale, False, left, right, scores.softcap, deterministic=deterministic
-            )
+                *given, cu_q, cu_k, None, None, max_q, max_k, scores.scale, False, left, right, scores.softcap,
+                deterministic=deterministic,
+            )  # fmt: skip
         else:
-            _package("flash_attn.flash_attn_interface")._flash_attn_backward(
-                *given, dropout_p=0.0, softmax_scale=scores.scale, causal=False, window_size_left=left,
-                window_size_right=right, softcap=scores.softcap, alibi_slopes=None, deterministic=deterministic,
+            _flash2("backward", launch)(
+                *given, *(launch.sequences or ()), dropout_p=0.0, softmax_scale=scores.scale, causal=False,
+                window_size_left=left, window_size_right=right, softcap=scores.softcap, alibi_slopes=None,
+                deterministic=deterministic,
             )  # fmt: skip
         return dq, dk, dv
 
@@ -93,6 +99,12 @@ def _package(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         return None
+
+
+def _flash2(direction: str, launch: Launch) -> Callable[..., Any]:
+    """FlashAttention-2's function: with sequences their four values follow the tensors."""
+    varlen = "varlen_" if launch.sequences else ""
+    return getattr(_package("flash_attn.flash_attn_interface"), f"_flash_attn_{varlen}{direction}")
 
 
 def _minus_one(window: Window) -> tuple[int, int]:

@@ -7,15 +7,16 @@ slower than float32 on a CPU without matrix units for it.
 CUDA: aten::_flash_attention_forward (FlashAttention-2), whose windows count from the bottom right.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from itertools import groupby
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from usp.kernels._windows import Window, WindowKernel, same_head_dim
-from usp.kernels.base import Call, Kernel, Result, Scores, hidden_by
+from usp.kernels._windows import Gradients, Launch, WindowKernel, same_head_dim
+from usp.kernels.base import Backward, Call, Forward, Kernel, Result, Scores, hidden_by
 from usp.mask import CAUSAL, FULL, Band
 from usp.merge import accumulation_dtype
 from usp.tiles import Tile, blocks
@@ -47,6 +48,16 @@ class Sdpa(Kernel):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, band: Band, scores: Scores
     ) -> tuple[Tensor, Tensor, Tensor]:
         return self._by_device[q.device.type].tile_backward(dout, q, k, v, result, band, scores)
+
+    @override
+    def forward_many(self, blocks: Iterable[Forward]) -> Iterator[Result]:
+        for device, there in groupby(blocks, lambda block: block.q.device.type):
+            yield from self._by_device[device].forward_many(there)
+
+    @override
+    def backward_many(self, blocks: Iterable[Backward]) -> Iterator[Gradients]:
+        for device, there in groupby(blocks, lambda block: block.q.device.type):
+            yield from self._by_device[device].backward_many(there)
 
 
 # ---- CPU -------------------------------------------------------------------------------------------------------------
@@ -160,21 +171,23 @@ class Cuda(WindowKernel):
         return None
 
     @override
-    def window_forward(self, q: Tensor, k: Tensor, v: Tensor, window: Window, scores: Scores) -> tuple[Tensor, Tensor]:
-        left, right = window
+    def window_forward(self, q: Tensor, k: Tensor, v: Tensor, launch: Launch) -> Result:
+        left, right = launch.window
+        sequences = launch.sequences or (None, None, q.shape[1], k.shape[1])
         out, lse, *_ = aten._flash_attention_forward(
-            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, False, False,
-            scale=scores.scale, window_size_left=left, window_size_right=right,
+            q, k, v, *sequences, 0.0, False, False,
+            scale=launch.scores.scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
         return out, lse
 
     @override
     def window_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, window: Window, scores: Scores
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        (out, lse), (left, right) = result, window
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Result, launch: Launch
+    ) -> Gradients:
+        (out, lse), (left, right) = result, launch.window
+        sequences = launch.sequences or (None, None, q.shape[1], k.shape[1])
         no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)  # a random state, read only with dropout
         return aten._flash_attention_backward(
-            dout, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, False, no_dropout, no_dropout,
-            scale=scores.scale, window_size_left=left, window_size_right=right,
+            dout, q, k, v, out, lse, *sequences, 0.0, False, no_dropout, no_dropout,
+            scale=launch.scores.scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
