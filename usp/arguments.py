@@ -69,6 +69,19 @@ def plain_heads(query: Tensor, key: Tensor) -> tuple[int, int]:
     return index(query.shape[2]), index(key.shape[2])
 
 
+def shape_facts(query: Tensor, value: Tensor) -> dict[str, object]:
+    """What must be equal on all ranks of tensors (B, S, H, D) and (B, K, G, E), whose lengths need not be."""
+    return {
+        "batch": query.shape[0],
+        "heads": query.shape[2],
+        "kv_heads": value.shape[2],
+        "head_dim": query.shape[3],
+        "v_head_dim": value.shape[3],
+        "dtype": query.dtype,
+        "device": query.device.type,
+    }
+
+
 def check_tensors(query: Tensor, key: Tensor, value: Tensor, ulysses_degree: int, ranks: int, cross: bool) -> None:
     """Raises InputError if query, key and value cannot belong to one call over `ranks` ranks."""
     shapes = {"query": query, "key": key, "value": value}

@@ -26,6 +26,7 @@ from usp.arguments import (
     check_tensors,
     masks_of,
     plain_heads,
+    shape_facts,
 )
 from usp.errors import TopologyError, USPError
 from usp.heads import groups, share
@@ -354,19 +355,13 @@ def _facts(
     qkv: QKV, recipe: Recipe, sides: tuple[_Tokens, _Tokens], ulysses_degree: int, options: AttentionOptions
 ) -> dict:
     """What must be equal on all ranks. Local lengths need not be; the global ones decide them."""
-    query, key, value = qkv
+    query, _, value = qkv
     queries, keys = sides
     more = _more(options)
     return {
-        "batch": query.shape[0],
+        **shape_facts(query, value),
         "seq_len": queries.seq_len,
         "kv_seq_len": keys.seq_len,
-        "heads": query.shape[2],
-        "kv_heads": key.shape[2],
-        "head_dim": query.shape[3],
-        "v_head_dim": value.shape[3],
-        "dtype": query.dtype,
-        "device": query.device.type,
         "mask": ";".join(recipe.masks),
         "layout": ";".join(recipe.layouts),
         "ulysses_degree": ulysses_degree,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from usp import kernels, transports
-from usp.arguments import AttentionOptions, MaskOptions, check_options, check_tensors, masks_of
+from usp.arguments import AttentionOptions, MaskOptions, check_options, check_tensors, masks_of, shape_facts
 from usp.errors import InputError, USPError
 from usp.kernels.base import Alibi, Call, Scores
 from usp.kv_cache import KVCache, check_no_gradient, rows_at
@@ -206,14 +206,8 @@ class _Call:
         """What must be equal on all ranks. Not the length of the cache: it would be compared anew at every token."""
         changes = {"sinks": self.sinks, "slopes": self.slopes}
         return {
-            "batch": query.shape[0],
+            **shape_facts(query, value),
             "tokens": tokens,
-            "heads": query.shape[2],
-            "kv_heads": value.shape[2],
-            "head_dim": query.shape[3],
-            "v_head_dim": value.shape[3],
-            "dtype": query.dtype,
-            "device": query.device.type,
             "mask": ";".join(map(str, self.masks)),
             "kernel": self.kernel,
             "scale": self.scores.scale,

@@ -102,7 +102,8 @@ def test_accumulation_dtype(dtype, wide):
 
 # ---- Accumulator -----------------------------------------------------------------------------------------------------
 
-EVERYTHING = slice(0, S), slice(0, H)
+WHOLE = slice(0, S), slice(0, H)
+EVERYTHING = slice(None), *WHOLE
 
 
 def query(dtype=torch.float32):
@@ -124,7 +125,7 @@ def test_nothing_added_is_zero_and_minus_infinity(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_first_whole_result_is_kept_as_it_is(dtype):
     total, (out, lse) = Accumulator(query(dtype), D), partial(dtype=dtype)
-    total.add(*EVERYTHING, out, lse)
+    total.add(EVERYTHING, out, lse)
     result = total.result()
     assert result[0].data_ptr() == out.data_ptr() and result[1].data_ptr() == lse.data_ptr()
     assert result[0].dtype == dtype
@@ -132,7 +133,7 @@ def test_the_first_whole_result_is_kept_as_it_is(dtype):
 
 def test_a_whole_result_in_a_wider_dtype_comes_out_in_the_querys():
     total, (out, lse) = Accumulator(query(torch.bfloat16), D), partial()
-    total.add(*EVERYTHING, out, lse)
+    total.add(EVERYTHING, out, lse)
     assert torch.equal(total.result()[0], out.bfloat16())
 
 
@@ -140,7 +141,7 @@ def test_results_are_contiguous():
     """What a kernel returns may be a transposed view; what an op returns may not."""
     total, (out, lse) = Accumulator(query(), D), partial()
     heads_first = out.transpose(1, 2).contiguous().transpose(1, 2), lse.transpose(1, 2).contiguous().transpose(1, 2)
-    total.add(*EVERYTHING, *heads_first)
+    total.add(EVERYTHING, *heads_first)
     result = total.result()
     assert all(t.is_contiguous() for t in result)
     assert torch.equal(result[0], out) and torch.equal(result[1], lse)
@@ -151,10 +152,10 @@ def test_rows_and_heads_are_merged_where_they_belong(whole_first):
     expected_out, expected_lse = nothing(torch.float32)
     total = Accumulator(query(), D)
     places = [(slice(1, 4), slice(0, 2)), (slice(0, 2), slice(1, 3)), (slice(4, 5), slice(0, 3))]
-    for rows, heads in [EVERYTHING, *places] if whole_first else [*places, EVERYTHING]:
+    for rows, heads in [WHOLE, *places] if whole_first else [*places, WHOLE]:
         out, lse = partial(rows.stop - rows.start, heads.stop - heads.start)
         merge_(expected_out[:, rows, heads], expected_lse[:, rows, heads], out, lse)
-        total.add(rows, heads, out, lse)
+        total.add((slice(None), rows, heads), out, lse)
     out, lse = total.result()
     torch.testing.assert_close(out, expected_out, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-6)
@@ -162,7 +163,7 @@ def test_rows_and_heads_are_merged_where_they_belong(whole_first):
 
 def test_what_no_result_covers_stays_zero_and_minus_infinity():
     total, (out, lse) = Accumulator(query(), D), partial(2, 1)
-    total.add(slice(2, 4), slice(1, 2), out.clone(), lse.clone())
+    total.add((slice(None), slice(2, 4), slice(1, 2)), out.clone(), lse.clone())
     result_out, result_lse = total.result()
     assert torch.equal(result_out[:, 2:4, 1:2], out) and torch.equal(result_lse[:, 2:4, 1:2], lse)
     result_lse[:, 2:4, 1:2], result_out[:, 2:4, 1:2] = -torch.inf, 0
@@ -176,7 +177,7 @@ def test_half_precision_accumulates_in_float32(dtype):
     outs = (1 + torch.rand(64, B, S, H, D, generator=generator)).to(dtype)
     total = Accumulator(query(dtype), D)
     for out in outs:
-        total.add(*EVERYTHING, out.clone(), torch.zeros(B, S, H))
+        total.add(EVERYTHING, out.clone(), torch.zeros(B, S, H))
     out, lse = total.result()
     assert out.dtype == dtype and lse.dtype == torch.float32
     mean = outs.double().mean(0)
@@ -200,7 +201,7 @@ def test_the_sum_of_no_shares_is_zero(dtype):
 
 def test_the_first_whole_share_is_kept_as_it_is():
     total, share = Sum(values()), torch.randn(B, S, H, D)
-    total.add(*EVERYTHING, share)
+    total.add(EVERYTHING, share)
     assert total.result().data_ptr() == share.data_ptr()
 
 
@@ -208,17 +209,17 @@ def test_the_first_whole_share_is_kept_as_it_is():
 def test_shares_are_added_where_they_belong(whole_first):
     total, expected = Sum(values()), torch.zeros(B, S, H, D)
     places = [(slice(1, 4), slice(0, 2)), (slice(0, 2), slice(1, 3)), (slice(4, 5), slice(0, 3))]
-    for rows, heads in [EVERYTHING, *places] if whole_first else [*places, EVERYTHING]:
+    for rows, heads in [WHOLE, *places] if whole_first else [*places, WHOLE]:
         share = torch.randn(B, rows.stop - rows.start, heads.stop - heads.start, D)
         expected[:, rows, heads] += share
-        total.add(rows, heads, share)
+        total.add((slice(None), rows, heads), share)
     torch.testing.assert_close(total.result(), expected, rtol=1e-6, atol=1e-6)
 
 
 def test_two_whole_shares_are_added():
     total = Sum(values())
     for _ in range(3):
-        total.add(*EVERYTHING, torch.ones(B, S, H, D))
+        total.add(EVERYTHING, torch.ones(B, S, H, D))
     assert (total.result() == 3).all()
 
 
@@ -226,7 +227,7 @@ def test_two_whole_shares_are_added():
 def test_half_precision_shares_are_added_in_float32(dtype):
     """1 + 4096 x 2^-12: in half precision each addition would be lost."""
     total = Sum(values(dtype))
-    total.add(*EVERYTHING, torch.ones(B, S, H, D, dtype=dtype))
+    total.add(EVERYTHING, torch.ones(B, S, H, D, dtype=dtype))
     for _ in range(4096):
-        total.add(*EVERYTHING, torch.full((B, S, H, D), 2.0**-12, dtype=dtype))
+        total.add(EVERYTHING, torch.full((B, S, H, D), 2.0**-12, dtype=dtype))
     assert total.result().dtype == torch.float32 and (total.result() == 2).all()

@@ -142,7 +142,7 @@ def test_a_plan_is_legal_complete_ranked_and_adds_up(problem):
     assert all(u > heads or u * r > workload.seq_len for u, r in rejected)
     for u, r in set(degrees):
         ways = sorted((c.layout, c.transport) for c in made.choices if (c.ulysses_degree, c.ring_degree) == (u, r))
-        unlike = bool(workload.documents or workload.sinks or workload.prefix)  # tokens, whatever the offset
+        unlike = not workload.mask.relative  # tokens, whatever the offset
         dealt = ["contiguous", "striped", "zigzag", *["balanced"] * unlike]
         all_ways = [(layout, transport) for layout in dealt for transport in ("all_gather", "p2p")]
         assert ways == (sorted(all_ways) if r > 1 else [("contiguous", "p2p")])
