@@ -239,3 +239,27 @@ def test_a_sink_of_minus_infinity_is_none():
     for without, given in local.run(work, ring_degree=3):
         assert all(torch.equal(x, y) for x, y in zip(without, given[:5], strict=True))
         assert torch.equal(given[5], torch.zeros(2, dtype=torch.float64))
+
+
+def test_packed_tensors_are_a_batch_of_one():
+    """(tokens, heads, dim) with the boundaries of documents, and joint tokens likewise; gradients too."""
+    make = torch.Generator().manual_seed(7)
+    q, k, v, dout = (torch.randn(29, heads, 8, generator=make, dtype=torch.float64) for heads in (4, 2, 2, 4))
+    joint = [torch.randn(3, heads, 8, generator=make, dtype=torch.float64) for heads in (4, 2, 2)]
+
+    def work(topology):
+        attend, found = usp.USPAttention(topology=topology, layout="zigzag"), []
+        for packed in (True, False):
+            cut = [usp.shard(t, topology, dim=0, layout="zigzag") for t in (q, k, v, dout)]
+            *leaves, upstream = cut if packed else [t.unsqueeze(0) for t in cut]
+            text = joint if packed else [t.unsqueeze(0) for t in joint]
+            leaves = [t.requires_grad_() for t in leaves]
+            out, lse = attend(*leaves, cu_seqlens=[0, 4, 29], is_causal=True, seq_len=29, return_lse=True)
+            grads = torch.autograd.grad(out, leaves, upstream)
+            both = attend(*leaves, joint=tuple(text), seq_len=29)
+            found.append([out, lse, *grads, *both])
+        return found
+
+    for packed, batched in local.run(work, ulysses_degree=2, ring_degree=2):
+        assert [t.shape for t in packed] == [t.shape[1:] for t in batched]
+        assert all(torch.equal(x, y.squeeze(0)) for x, y in zip(packed, batched, strict=True))
