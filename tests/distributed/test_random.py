@@ -8,7 +8,7 @@ import torch
 from tests.cases import Case, check_all
 from usp.mask import Band, Mask
 
-COUNT = 340
+COUNT = 300
 
 
 def draw(seed: int) -> tuple[int, Case]:

@@ -310,7 +310,7 @@ def assert_close(
 
 @every_kernel
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
-@examples(40)
+@examples(20)
 @given(call=calls())
 def test_forward_and_backward_match_dense_attention(name, dtype, call):
     kernel = kernel_for(name, dtype, call["head_dim"], call["v_head_dim"])
@@ -387,7 +387,7 @@ def test_long_sequences(name, dtype, rows, columns, band):
 
 @every_kernel
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@examples(40)
+@examples(20)
 @given(call=calls())
 def test_half_precision_matches_dense_attention(name, dtype, call):
     kernel = kernel_for(name, dtype, call["head_dim"], call["v_head_dim"])
@@ -455,7 +455,7 @@ def assert_shares_add_up(kernel: Kernel, call: dict, cuts: list[int], dtype: tor
 
 @every_kernel
 @pytest.mark.parametrize("dtype", WIDE, ids=str)
-@examples(30)
+@examples(15)
 @cut_calls
 def test_shares_of_blocks_of_keys_add_up(name, dtype, call, cuts):
     assert_shares_add_up(kernel_for(name, dtype, call["head_dim"], call["v_head_dim"]), call, cuts, dtype)

@@ -54,7 +54,7 @@ def blocks_of(found: list[dict], kernel) -> tuple[list[Forward], list[Backward]]
 
 
 @every_kernel
-@examples(25)
+@examples(12)
 @given(found=many())
 def test_many_are_one_by_one(name, found):
     kernel = kernel_for(name, torch.float64)
