@@ -3,7 +3,7 @@
 B batch, S_local this rank's tokens, H query heads, G kv heads, T joint tokens, D head_dim of q and k, E head_dim of v.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from operator import index
 from typing import Any, Literal, TypedDict
@@ -121,12 +121,16 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, ulysses_degree: int
         )
 
 
+def check_names(options: Mapping[str, object], kind: type) -> None:
+    """Raises TypeError for an option that a kind of them does not have."""
+    unknown = sorted(set(options) - set(kind.__annotations__))
+    if unknown:
+        raise TypeError(f"unknown argument {', '.join(unknown)}: there are {', '.join(kind.__annotations__)}")
+
+
 def check_options(query: Tensor, key: Tensor, options: AttentionOptions) -> None:
     """Raises InputError for an option that cannot be right; TypeError for one that does not exist."""
-    known = AttentionOptions.__annotations__
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise TypeError(f"unknown argument {', '.join(unknown)}: there are {', '.join(known)}")
+    check_names(options, AttentionOptions)
     if options.get("dropout_p", 0.0) != 0.0:
         raise InputError(
             f"dropout_p is {options.get('dropout_p')}: attention dropout is not supported (its random numbers would "

@@ -34,8 +34,7 @@ from usp.kernels.base import Call
 from usp.mask import Mask
 from usp.positions import part_of, split
 from usp.ring import Recipe, ring_attention
-from usp.schedule import Schedule
-from usp.shard import check_length
+from usp.shard import check_length, dealt
 from usp.topology import Topology
 
 
@@ -273,7 +272,7 @@ def _tokens(topology: Topology, layout: str, seq_len: int | None, x: Tensor, nam
 def _lengths(topology: Topology, layout: str, seq_len: int, local: int, name: str) -> tuple[int, ...]:
     """Tokens of the shards of this rank's Ulysses group. Raises InputError if its own does not have `local`."""
     check_length(local, name, seq_len, topology, layout)
-    whole = Schedule(Mask.full(), layout, seq_len, topology.ring.degree).length(topology.ring.rank)
+    whole = dealt(seq_len, topology, layout).length(topology.ring.rank)
     return tuple(len(run) for run in split(whole, topology.ulysses.degree))
 
 

@@ -10,7 +10,7 @@ E head_dim of v. A rank of a grid has the number ring rank * Ulysses degree + Ul
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, Unpack, cast
 
@@ -18,14 +18,23 @@ import torch
 from torch import Tensor
 
 from usp import kernels, transports
-from usp.arguments import AttentionOptions, MaskOptions, check_options, check_tensors, masks_of, shape_facts
+from usp.arguments import (
+    AttentionOptions,
+    MaskOptions,
+    check_names,
+    check_options,
+    check_tensors,
+    masks_of,
+    shape_facts,
+)
 from usp.errors import InputError, USPError
-from usp.kernels.base import Alibi, Call, Scores
-from usp.kv_cache import KVCache, check_no_gradient, rows_at
+from usp.kernels.base import Call, Scores
+from usp.kv_cache import KVCache, check_no_gradient
 from usp.mask import FULL, Mask
 from usp.merge import Accumulator, accumulation_dtype, merge_
 from usp.positions import Positions, split, take
-from usp.shard import as_tensor, unshard
+from usp.ring import with_biases
+from usp.shard import rows_at, unshard
 from usp.tiles import Tile, reach, tiles
 from usp.topology import Axis
 
@@ -180,10 +189,7 @@ class _Call:
     @classmethod
     def of(cls, query: Tensor, kv: tuple[Tensor, Tensor], length: int, options: DecodeOptions) -> "_Call":
         """Checks the arguments of a call on a cache that then holds `length` tokens."""
-        known = DecodeOptions.__annotations__
-        unknown = sorted(set(options) - set(known))
-        if unknown:
-            raise TypeError(f"unknown argument {', '.join(unknown)}: there are {', '.join(known)}")
+        check_names(options, DecodeOptions)
         given = cast(AttentionOptions, {name: x for name, x in options.items() if name not in ("scale", "kernel")})
         if given.get("mask") is None:
             given.setdefault("is_causal", True)
@@ -224,11 +230,8 @@ class _Call:
         self, total: Accumulator, query: Tensor, rows: Positions, block: Sequence[Tensor], columns: Positions
     ) -> None:
         """Merges the attention of queries at `rows` to keys and values at `columns`."""
-        (key, value), scores, kernel = block, self.scores, kernels.load(self.kernel)
-        if self.slopes is not None:
-            dtype = accumulation_dtype(query.dtype)
-            sides = (as_tensor(side, query.device, dtype) for side in (rows, columns))
-            scores = replace(scores, alibi=Alibi(self.slopes.to(dtype), *sides))
+        (key, value), kernel = block, kernels.load(self.kernel)
+        scores = with_biases(self.scores, self.slopes, query, rows, columns)
         for row, mask in enumerate(self.masks):
             batch = slice(None) if len(self.masks) == 1 else slice(row, row + 1)
             for tile in _tiles(rows, columns, mask):

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from usp.errors import InputError, USPError
-from usp.mask import Mask
 from usp.positions import Positions, count, split, take
 from usp.schedule import Schedule
-from usp.shard import check_length
+from usp.shard import check_length, dealt, rows_at
 from usp.topology import Topology
 
 
@@ -133,7 +132,7 @@ class KVCache:
         self.check(key, value)
         seq_len = key.shape[1] * self.topology.sequence_degree if seq_len is None else seq_len
         check_length(key.shape[1], "key", seq_len, self.topology, layout)
-        return Schedule(Mask.full(), layout, seq_len, self.topology.ring.degree)
+        return dealt(seq_len, self.topology, layout)
 
     def add(self, key: Tensor, value: Tensor, schedule: Schedule) -> None:
         """Adds this rank's shards of a sequence that follows what is held, dealt as `dealt` says."""
@@ -177,12 +176,6 @@ class KVCache:
                 moved = range(run.start + length, run.stop + length, run.step)
                 self._held[rank] = _join(self._held[rank], moved)
                 self._counts[rank] += len(run)
-
-
-def rows_at(x: Tensor, positions: Positions) -> Tensor:
-    """The rows of (B, S, ...) at some positions, a copy."""
-    pieces = [x[:, run.start : run.stop : run.step] for run in positions]
-    return torch.cat(pieces, 1) if pieces else x[:, :0]
 
 
 def check_no_gradient(**tensors: Tensor | None) -> None:

@@ -45,27 +45,28 @@ class Accumulator:
 
     def add(self, where: Where, out: Tensor, lse: Tensor) -> None:
         """Merges the result for a part of the queries. Takes ownership of `out` and `lse`."""
-        if self._out is None or self._lse is None:
-            if out.shape == self._shape:
-                self._out, self._lse = out, lse
-                return
-            self._out, self._lse = self._empty()
-        self._out = self._out.to(self._like.dtype)
+        if self._out is None and out.shape == self._shape:
+            self._out, self._lse = out, lse
+            return
+        total, self._lse = self._so_far()
+        self._out = total.to(self._like.dtype)
         merge_(self._out[where], self._lse[where], out, lse)
 
     def add_sinks(self, sinks: Tensor) -> None:
         """Lets a logit of each head, (H,), join the softmax of every row, with a value of 0."""
-        out, lse = (self._out, self._lse) if self._out is not None and self._lse is not None else self._empty()
+        out, lse = self._so_far()
         total = torch.logaddexp(lse, sinks.to(lse.dtype))
         weight = torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0))  # -inf - -inf is NaN
         self._out, self._lse = out.to(self._like.dtype) * weight.unsqueeze(-1), total
 
     def result(self) -> tuple[Tensor, Tensor]:
         """The output in the query's dtype, and the lse; contiguous. Rows that saw nothing are 0 and -inf."""
-        out, lse = (self._out, self._lse) if self._out is not None and self._lse is not None else self._empty()
+        out, lse = self._so_far()
         return out.to(self._dtype).contiguous(), lse.contiguous()
 
-    def _empty(self) -> tuple[Tensor, Tensor]:
+    def _so_far(self) -> tuple[Tensor, Tensor]:
+        if self._out is not None and self._lse is not None:
+            return self._out, self._lse
         return self._like.new_zeros(self._shape), self._like.new_full(self._shape[:-1], -torch.inf)
 
 

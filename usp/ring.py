@@ -22,6 +22,7 @@ from usp.heads import runs
 from usp.kernels.base import Alibi, Backward, Forward, Kernel, Scores
 from usp.mask import Mask
 from usp.merge import Accumulator, Sum, Where, accumulation_dtype
+from usp.positions import Positions
 from usp.schedule import Schedule
 from usp.shard import as_tensor
 from usp.tiles import Tile
@@ -149,12 +150,19 @@ class Ring:
 
     def _scores(self, owner: int, q: Tensor) -> Scores:
         """How the scores of a whole block are made."""
-        if self.slopes is None:
-            return self.scores
-        schedule, dtype = self.schedules[0], accumulation_dtype(q.dtype)
+        schedule = self.schedules[0]
         rows, columns = schedule.positions(self.transport.rank), schedule.of_keys.positions(owner)
-        sides = (as_tensor(side, q.device, dtype) for side in (rows, columns))
-        return replace(self.scores, alibi=Alibi(self.slopes.to(dtype), *sides))
+        return with_biases(self.scores, self.slopes, q, rows, columns)
+
+
+def with_biases(scores: Scores, slopes: Tensor | None, q: Tensor, rows: Positions, columns: Positions) -> Scores:
+    """Scores with the linear biases, if there are any, between queries at `rows` and keys at `columns`."""
+    if slopes is None:
+        return scores
+    dtype = accumulation_dtype(q.dtype)
+    return replace(
+        scores, alibi=Alibi(slopes.to(dtype), *(as_tensor(side, q.device, dtype) for side in (rows, columns)))
+    )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from usp.topology import Axis, Topology
 
 def local_positions(seq_len: int, topology: Topology, layout: str) -> Positions:
     """Global positions of this rank's shard."""
-    owned = _schedule(seq_len, topology, layout)
+    owned = dealt(seq_len, topology, layout)
     run = split(owned.length(topology.ring.rank), topology.ulysses.degree)[topology.ulysses.rank]
     return take(owned.positions(topology.ring.rank), run)
 
@@ -63,8 +63,13 @@ def shard(x: Tensor, topology: Topology, dim: int = 1, layout: str = "contiguous
         InputError: no layout has that name, or `dim` is not a dimension of `x`.
     """
     dim = _dimension(x, dim)
+    return rows_at(x, local_positions(x.shape[dim], topology, layout), dim)
+
+
+def rows_at(x: Tensor, positions: Positions, dim: int = 1) -> Tensor:
+    """The rows of a tensor at some positions along a dimension, a contiguous copy."""
     before = (slice(None),) * dim
-    pieces = [x[(*before, slice(r.start, r.stop, r.step))] for r in local_positions(x.shape[dim], topology, layout)]
+    pieces = [x[(*before, slice(run.start, run.stop, run.step))] for run in positions]
     return torch.cat(pieces, dim) if pieces else x.narrow(dim, 0, 0).clone()
 
 
@@ -97,7 +102,7 @@ def unshard(
         raise
     others = (*x.shape[:dim], *x.shape[dim + 1 :])
     topology.confirm(dict(unshard=others, dim=dim, length=seq_len, layout=layout, dtype=x.dtype, device=x.device.type))
-    schedule = _schedule(seq_len, topology, layout)
+    schedule = dealt(seq_len, topology, layout)
     rows = x.movedim(dim, 0).contiguous()
     lengths = [len(run) for run in split(schedule.length(topology.ring.rank), topology.ulysses.degree)]
     rows = torch.cat(_gather(rows, topology.ulysses, lengths))
@@ -124,7 +129,8 @@ def check_length(given: int, name: str, seq_len: int, topology: Topology, layout
     )
 
 
-def _schedule(seq_len: int, topology: Topology, layout: str) -> Schedule:
+def dealt(seq_len: int, topology: Topology, layout: str) -> Schedule:
+    """How a layout deals a sequence to the ring ranks of a topology."""
     return Schedule(Mask.full(), layout, seq_len, topology.ring.degree)
 
 

@@ -21,7 +21,6 @@ from usp.positions import Positions
 Layout = Callable[[int, int, int], Positions]
 
 SECTION = re.compile(r"(?P<name>\w+)(?:\[(?P<mask>[^\]]*)\])?(?::(?P<length>\d+))?")
-MANY = re.compile(rf"{SECTION.pattern}(\+{re.sub(r'[?]P<[a-z]+>', '', SECTION.pattern)})*")
 
 
 def names() -> list[str]:
@@ -88,11 +87,10 @@ def parse(name: str) -> tuple[tuple[Layout, int | None], ...]:
         InputError: a layout does not exist, lacks its mask or has one that it does not need, or not exactly one
             section is without a length.
     """
-    if not MANY.fullmatch(name):
-        load(name)
-    found = [
-        (_with_mask(m["name"], m["mask"]), int(m["length"]) if m["length"] else None) for m in SECTION.finditer(name)
-    ]
+    sections = list(SECTION.finditer(name))
+    if not sections or "+".join(section[0] for section in sections) != name:
+        load(name)  # which it is not: the error says what there is
+    found = [(_with_mask(s["name"], s["mask"]), int(s["length"]) if s["length"] else None) for s in sections]
     if sum(length is None for _, length in found) != 1:
         raise InputError(f"layout {name!r}: one section must have no length, and gets what the others leave")
     return tuple(found)
