@@ -31,3 +31,12 @@ def pool() -> Iterator[Callable[[int], Pool]]:
     for made in pools.values():
         if made.alive:
             made.close()
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For modules whose tensors are small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

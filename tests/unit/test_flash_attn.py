@@ -237,13 +237,7 @@ def without_packages(monkeypatch: pytest.MonkeyPatch, **found: ModuleType) -> No
         monkeypatch.setitem(sys.modules, name, found.get(name))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """The tensors are small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

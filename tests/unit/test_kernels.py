@@ -112,13 +112,7 @@ every_change = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The tensors are small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def kernel_for(name: str, dtype: torch.dtype, head_dim: int = 8, v_head_dim: int = 8, changes=()) -> Kernel:
@@ -305,6 +299,13 @@ def assert_close(
         assert off <= tolerance, f"{what} is off by {off:.1e}"
 
 
+def assert_matches_dense(kernel: Kernel, call: dict, dtype: torch.dtype) -> None:
+    """Conventions and values of a call, forward and backward."""
+    result = run(kernel, call, dtype)
+    assert_conventions(result, call, dtype)
+    assert_close(result, oracle(call, dtype), call, dtype)
+
+
 # ---- against the dense oracle ----------------------------------------------------------------------------------------
 
 
@@ -314,9 +315,7 @@ def assert_close(
 @given(call=calls())
 def test_forward_and_backward_match_dense_attention(name, dtype, call):
     kernel = kernel_for(name, dtype, call["head_dim"], call["v_head_dim"])
-    result = run(kernel, call, dtype)
-    assert_conventions(result, call, dtype)
-    assert_close(result, oracle(call, dtype), call, dtype)
+    assert_matches_dense(kernel, call, dtype)
 
 
 @every_kernel
@@ -327,9 +326,7 @@ def test_forward_and_backward_match_dense_attention(name, dtype, call):
 def test_changes_of_scores_match_dense_attention(name, changes, dtype, call):
     kernel = kernel_for(name, dtype, call["head_dim"], call["v_head_dim"], changes)
     call = changed(call, changes)
-    result = run(kernel, call, dtype)
-    assert_conventions(result, call, dtype)
-    assert_close(result, oracle(call, dtype), call, dtype)
+    assert_matches_dense(kernel, call, dtype)
 
 
 @every_kernel
@@ -356,9 +353,7 @@ def test_changes_of_scores_over_many_blocks(name, changes, dtype):
     }  # fmt: skip
     kernel = kernel_for(name, dtype, changes=changes)
     call = changed(call, changes)
-    result = run(kernel, call, dtype)
-    assert_conventions(result, call, dtype)
-    assert_close(result, oracle(call, dtype), call, dtype)
+    assert_matches_dense(kernel, call, dtype)
 
 
 @every_kernel
@@ -380,9 +375,7 @@ def test_long_sequences(name, dtype, rows, columns, band):
         "scale": 0.3, "layouts": ("contiguous",) * 4, "seed": 0, "band": band,
     }  # fmt: skip
     kernel = kernel_for(name, dtype)
-    result = run(kernel, call, dtype)
-    assert_conventions(result, call, dtype)
-    assert_close(result, oracle(call, dtype), call, dtype)
+    assert_matches_dense(kernel, call, dtype)
 
 
 @every_kernel
@@ -391,9 +384,7 @@ def test_long_sequences(name, dtype, rows, columns, band):
 @given(call=calls())
 def test_half_precision_matches_dense_attention(name, dtype, call):
     kernel = kernel_for(name, dtype, call["head_dim"], call["v_head_dim"])
-    result = run(kernel, call, dtype)
-    assert_conventions(result, call, dtype)
-    assert_close(result, oracle(call, dtype), call, dtype)
+    assert_matches_dense(kernel, call, dtype)
 
 
 def torch_attention(call: dict, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

@@ -21,14 +21,7 @@ from usp.schedule import Schedule
 from usp.tiles import Tile
 from usp.transports import local
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The tensors are small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @st.composite

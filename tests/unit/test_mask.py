@@ -26,6 +26,7 @@ from tests.unit.strategies import (
 from usp import layouts
 from usp.errors import InputError
 from usp.mask import CAUSAL, FULL, Band, Mask, Region
+from usp.positions import Positions
 from usp.tiles import Tile, area, blocks, reach, tiles, trim
 
 
@@ -309,12 +310,17 @@ def test_blocks_cover_exactly(tile, rows, columns):
 # ---- tiles -----------------------------------------------------------------------------------------------------------
 
 
+@st.composite
+def two_ranks(draw: st.DrawFn, seq_len: int, ring_degree: int) -> list[Positions]:
+    """The positions of two ranks of any layout."""
+    layout = draw(layout_texts(seq_len))
+    return [layouts.positions(layout, seq_len, ring_degree, draw(st.integers(0, ring_degree - 1))) for _ in range(2)]
+
+
 @examples(150)
 @given(st.data(), st.integers(1, 24), st.integers(1, 5))
 def test_tiles_of_unions(data, seq_len, ring_degree):
-    rank, owner = (data.draw(st.integers(0, ring_degree - 1)) for _ in range(2))
-    layout = data.draw(layout_texts(seq_len))
-    q, k = (layouts.positions(layout, seq_len, ring_degree, r) for r in (rank, owner))
+    q, k = data.draw(two_ranks(seq_len, ring_degree))
     mask = data.draw(unions(seq_len))
     assert_exact(q, k, mask)
     start, stop = reach(q, mask)
@@ -340,9 +346,7 @@ def test_tiles_between_any_positions(data, step):
 @examples(200)
 @given(st.data(), st.integers(1, 40), st.integers(1, 6))
 def test_tiles_between_the_ranks_of_a_layout(data, seq_len, ring_degree):
-    rank, owner = (data.draw(st.integers(0, ring_degree - 1)) for _ in range(2))
-    layout = data.draw(layout_texts(seq_len))
-    q, k = (layouts.positions(layout, seq_len, ring_degree, r) for r in (rank, owner))
+    q, k = data.draw(two_ranks(seq_len, ring_degree))
     assert_exact(q, k, data.draw(masks(total=seq_len, reach=20)))
 
 
@@ -350,9 +354,7 @@ def test_tiles_between_the_ranks_of_a_layout(data, seq_len, ring_degree):
 @given(st.data(), st.integers(2, 40), st.integers(1, 4), st.integers(0, 15), st.integers(0, 15))
 def test_windows_of_packed_documents(data, seq_len, ring_degree, left, right):
     mask = Mask.window(left, right) & Mask.cu_seqlens(data.draw(boundaries(seq_len)))
-    rank, owner = (data.draw(st.integers(0, ring_degree - 1)) for _ in range(2))
-    layout = data.draw(layout_texts(seq_len))
-    q, k = (layouts.positions(layout, seq_len, ring_degree, r) for r in (rank, owner))
+    q, k = data.draw(two_ranks(seq_len, ring_degree))
     assume(q and k)
     assert_exact(q, k, mask)
 
