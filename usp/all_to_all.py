@@ -15,7 +15,7 @@ from torch import Tensor
 
 from usp import transports
 from usp.heads import share
-from usp.transports.base import Group, Transport, flatten, unflatten
+from usp.transports.base import Group, Transport, flatten, span, unflatten
 from usp.transports.p2p import P2P, resolve
 
 Index = tuple[slice, slice, slice]
@@ -72,26 +72,39 @@ def exchange(tensors: Sequence[Tensor], deal: Deal, to_heads: bool, transport: T
         transport: this rank's end of the Ulysses axis.
 
     Returns:
-        Contiguous tensors in the other sharding; heads that arrive from several ranks are summed.
+        Tensors in the other sharding, contiguous but for head shards on a CPU; heads that arrive from several ranks are
+        summed.
     """
     here, there = (deal.by_heads, deal.by_rows) if to_heads else (deal.by_rows, deal.by_heads)
     me, peers = transport.rank, [peer for peer in range(transport.size) if peer != transport.rank]
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     results = [
-        t.new_zeros(shape, dtype=wide) if summed else t.new_empty(shape)
+        t.new_zeros(deal.shape(i, me, to_heads, t), dtype=wide)
+        if not to_heads and deal.replicated(i)
+        else _empty(t, deal, i, me, to_heads)
         for i, t in enumerate(tensors)
-        for shape in (deal.shape(i, me, to_heads, t),)
-        for summed in (not to_heads and deal.replicated(i),)
     ]
-    sends = {peer: flatten([t[here(i, peer)] for i, t in enumerate(tensors)]) for peer in peers}
     places = {rank: [result[there(i, rank)] for i, result in enumerate(results)] for rank in range(transport.size)}
-    receives = {peer: tensors[0].new_empty(sum(part.numel() for part in places[peer])) for peer in peers}
+    with span("usp::all_to_all: pack"):
+        sends = {peer: flatten([t[here(i, peer)] for i, t in enumerate(tensors)]) for peer in peers}
+        receives = {peer: tensors[0].new_empty(sum(part.numel() for part in places[peer])) for peer in peers}
     flight = transport.exchange(sends, receives)
-    _deliver(places[me], [t[here(i, me)] for i, t in enumerate(tensors)], deal, to_heads)
-    flight.wait()
-    for peer, message in receives.items():
-        _deliver(places[peer], unflatten(message, [part.shape for part in places[peer]]), deal, to_heads)
+    with span("usp::all_to_all: own part"):
+        _deliver(places[me], [t[here(i, me)] for i, t in enumerate(tensors)], deal, to_heads)
+    with span("usp::all_to_all: wait"):
+        flight.wait()
+    with span("usp::all_to_all: unpack"):
+        for peer, message in receives.items():
+            _deliver(places[peer], unflatten(message, [part.shape for part in places[peer]]), deal, to_heads)
     return [result.to(tensors[0].dtype) for result in results]
+
+
+def _empty(like: Tensor, deal: Deal, tensor: int, rank: int, to_heads: bool) -> Tensor:
+    """A tensor after the exchange. On a CPU heads lie one after the other: kernels there read a head at a time."""
+    batch, rows, heads, head_dim = deal.shape(tensor, rank, to_heads, like)
+    if to_heads and like.device.type == "cpu":
+        return like.new_empty(batch, heads, rows, head_dim).transpose(1, 2)
+    return like.new_empty(batch, rows, heads, head_dim)
 
 
 def _deliver(places: Sequence[Tensor], parts: Sequence[Tensor], deal: Deal, to_heads: bool) -> None:
@@ -129,7 +142,7 @@ def _op(
 @_op.register_fake
 def _(tensors, totals, heads, lengths, to_heads, group):
     deal, rank = Deal(heads, tuple(totals), tuple(lengths)), P2P(resolve(group)).rank
-    return [t.new_empty(deal.shape(i, rank, to_heads, t)) for i, t in enumerate(tensors)]
+    return [_empty(t, deal, i, rank, to_heads) for i, t in enumerate(tensors)]
 
 
 def _setup_context(ctx, inputs, output) -> None:

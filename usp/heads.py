@@ -51,3 +51,21 @@ def runs(groups: Sequence[int]) -> tuple[HeadRun, ...]:
         found.append(HeadRun(slice(q, q + size * (kv - start)), slice(start, kv)))
         q += size * (kv - start)
     return tuple(found)
+
+
+def halves(runs: Sequence[HeadRun]) -> tuple[list[HeadRun], list[HeadRun]]:
+    """The same heads in two parts of about as many query heads; a kv head may be used by both."""
+    middle = (runs[-1].q.stop + 1) // 2
+    first, rest = [], []
+    for run in runs:
+        q, kv = run.q, run.kv
+        group = (q.stop - q.start) // (kv.stop - kv.start)
+        cut = min(max(middle - q.start, 0), q.stop - q.start)
+        if kv.stop - kv.start > 1:
+            cut -= cut % group
+        whole, partial = divmod(cut, group)
+        if cut:
+            first.append(HeadRun(slice(q.start, q.start + cut), slice(kv.start, kv.start + whole + bool(partial))))
+        if q.start + cut < q.stop:
+            rest.append(HeadRun(slice(q.start + cut, q.stop), slice(kv.start + whole, kv.stop)))
+    return first, rest

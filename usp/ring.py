@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from usp import kernels, transports
-from usp.heads import runs
+from usp.heads import HeadRun, halves, runs
 from usp.kernels.base import Alibi, Backward, Forward, Kernel, Scores
 from usp.mask import Mask
 from usp.merge import Accumulator, Sum, Where, accumulation_dtype
@@ -65,6 +65,7 @@ class Ring:
             Output (B, S, H, E) in q's dtype and lse (B, S, H), float32 (float64 for float64), both contiguous. The lse
             is that of all that joined the softmax, sinks among it.
         """
+        q = self.kernel.arrange(q)
         total = Accumulator(q, v.shape[-1])
         for stop in self._walk(k, v):
             self._block_forward(q, stop, total)
@@ -80,12 +81,19 @@ class Ring:
         Returns:
             dq, dk and dv, and with sinks their gradient, that of this rank's rows.
         """
-        row_side, dq, own = (dout, q, out, lse), Sum(q), None
+        dout, q = self.kernel.arrange(dout), self.kernel.arrange(q)
+        row_side, dq, own, heads = (dout, q, out, lse), Sum(q), (Sum(k), Sum(v)), runs(self.groups)
+        # A half of the heads of this rank's own block is kept for the time of the last message.
+        visits = iter(halves(heads) if self._hops else [heads])
+        first = None
         for stop in self._walk(k, v):
-            own = own or stop
-            stop.gradients = self._block_backward(row_side, stop, dq)
-        assert own is not None and own.gradients is not None  # a walk begins at this rank's own block
-        gradients = [t.to(q.dtype).contiguous() for t in (dq.result(), *own.gradients)]
+            first = first or stop
+            if stop is first:
+                self._block_backward(row_side, stop, next(visits), dq, own)
+            else:
+                self._block_backward(row_side, stop, heads, dq, tuple(map(Sum, _rows_first(stop.tensors))))
+        assert first is not None and first.gradients is not None  # a walk begins at this rank's own block
+        gradients = [t.to(q.dtype).contiguous() for t in (dq.result(), *_rows_first(first.gradients))]
         if self.sinks is not None:
             # A sink's value is 0, so its score has the gradient p (0 - delta), summed over rows. exp(x - inf) is 0.
             delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
@@ -95,47 +103,51 @@ class Ring:
 
     def _block_forward(self, q: Tensor, stop: Stop, total: Accumulator) -> None:
         """Merges one block's attention into the total. A function, so nothing of a block outlives it."""
-        (k, v), pieces = stop.tensors, list(self._pieces(stop.owner, q))
+        (k, v), pieces = _rows_first(stop.tensors), list(self._pieces(stop.owner, q, runs(self.groups)))
         results = self.kernel.forward_many(
             Forward(q[rows], k[columns], v[columns], tile.band, scores) for rows, columns, tile, scores in pieces
         )
         for rows, *_ in pieces:
             total.add(rows, *next(results))
 
-    def _block_backward(self, row_side: tuple[Tensor, ...], stop: Stop, dq: Sum) -> list[Tensor]:
-        """One block's dk and dv from this rank, whose dq is added to. A function, so no tile outlives its block."""
-        dout, q, out, lse = row_side
-        (k, v), pieces = stop.tensors, list(self._pieces(stop.owner, q))
+    def _block_backward(
+        self, row_side: tuple[Tensor, ...], stop: Stop, heads: Sequence[HeadRun], dq: Sum, sums: tuple[Sum, ...]
+    ) -> None:
+        """Adds one block's share of the gradients, by some heads. A function, so no tile outlives its block."""
+        (dout, q, out, lse), (k, v), (dk, dv) = row_side, _rows_first(stop.tensors), sums
+        pieces = list(self._pieces(stop.owner, q, heads))
         shares = self.kernel.backward_many(
             Backward(dout[rows], q[rows], k[columns], v[columns], (out[rows], lse[rows]), tile.band, scores)
             for rows, columns, tile, scores in pieces
         )
-        dk, dv = Sum(k), Sum(v)
         for rows, columns, *_ in pieces:
             q_share, k_share, v_share = next(shares)
             dq.add(rows, q_share)
             dk.add(columns, k_share)
             dv.add(columns, v_share)
-        return [dk.result(), dv.result()]
+        stop.gradients = _heads_first([dk.result(), dv.result()])
+
+    @property
+    def _hops(self) -> int:
+        """How often blocks move on, as far as any rank needs them."""
+        return max(schedule.hops for schedule in self.schedules)
 
     def _walk(self, k: Tensor, v: Tensor) -> Iterator[Stop]:
-        """Every rank's keys and values as they come by, as far as any rank needs them; this rank's own first."""
-        lengths, hops = self.schedules[0].of_keys.lengths, max(schedule.hops for schedule in self.schedules)
-        shapes = [[(t.shape[0], length, *t.shape[2:]) for t in (k, v)] for length in lengths]
-        return self.transport.circulate([k, v], shapes, hops)
+        """Every rank's keys and values as they come by, heads first; this rank's own first."""
+        own = _heads_first([k, v] if self._hops else [self.kernel.arrange(t) for t in (k, v)])
+        lengths = self.schedules[0].of_keys.lengths
+        shapes = [
+            [(batch, kv_heads, length, dim) for batch, kv_heads, _, dim in (t.shape for t in own)] for length in lengths
+        ]
+        return self.transport.circulate(own, shapes, self._hops)
 
-    def _pieces(self, owner: int, q: Tensor) -> Iterator[tuple[Where, Where, Tile, Scores]]:
-        """The kernel calls for one block: where rows and columns lie in it, the tile, and how scores are made."""
+    def _pieces(self, owner: int, q: Tensor, heads: Sequence[HeadRun]) -> Iterator[tuple[Where, Where, Tile, Scores]]:
+        """The kernel calls for some heads of a block: where rows and columns lie, the tile, and how scores are made."""
         scores = self._scores(owner, q)
         for batch, schedule in self._batches():
             for tile in schedule.tiles(self.transport.rank, owner):
-                for heads in runs(self.groups):
-                    yield (
-                        (batch, tile.q, heads.q),
-                        (batch, tile.k, heads.kv),
-                        tile,
-                        scores.cut(tile.q, tile.k, heads.q),
-                    )
+                for run in heads:
+                    yield (batch, tile.q, run.q), (batch, tile.k, run.kv), tile, scores.cut(tile.q, tile.k, run.q)
 
     def _batches(self) -> Iterator[tuple[slice, Schedule]]:
         """Neighbouring rows of the batch that share a schedule."""
@@ -153,6 +165,15 @@ class Ring:
         schedule = self.schedules[0]
         rows, columns = schedule.positions(self.transport.rank), schedule.of_keys.positions(owner)
         return with_biases(self.scores, self.slopes, q, rows, columns)
+
+
+def _heads_first(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """(B, S, H, D) -> (B, H, S, D), as blocks travel: each head of one is a matrix, which kernels read fastest."""
+    return [t.transpose(1, 2) for t in tensors]
+
+
+_rows_first = _heads_first
+"""The way back."""
 
 
 def with_biases(scores: Scores, slopes: Tensor | None, q: Tensor, rows: Positions, columns: Positions) -> Scores:

@@ -232,29 +232,32 @@ def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> boo
 @pytest.mark.parametrize("lengths", [UNEQUAL, [4] * 5, [0] * 5, [0, 0, 0, 0, 7]], ids=str)
 @pytest.mark.parametrize("with_gradients", [False, True])
 def test_circulate_hands_out_every_owners_block(name, size, lengths, with_gradients):
-    """For every number of hops; gradients, in a wider dtype, come home summed."""
+    """For every number of hops; gradients, in a wider dtype, come home summed, while the own block is here again."""
     lengths = lengths[:size]
 
     def work(transport, hops):
         me, stops = transport.rank, []
         own = block_of(me, lengths)
         for stop in transport.circulate(own, shapes_of(lengths), hops):
+            again = bool(stops) and stop is stops[0]
             stops.append(stop)
             assert same(stop.tensors, block_of(stop.owner, lengths)), f"block of {stop.owner} at rank {me}"
-            assert stop.gradients is None
+            assert (stop.gradients is None) != again
             if with_gradients:
-                stop.gradients = share_of(me, stop.owner, lengths)
+                stop.gradients = [(1 + again) * share for share in share_of(me, stop.owner, lengths)]
         assert same(own, block_of(me, lengths)), "the caller's block was overwritten"
         return [stop.owner for stop in stops], stops[0].gradients
 
     for hops in range(size):
         results = run_on(name, size, lambda transport, hops=hops: work(transport, hops), timeout_seconds=20)
         for rank, (owners, gradients) in enumerate(results):
-            assert owners == [(rank - hop) % size for hop in range(hops + 1)]
+            again = [rank] if with_gradients and hops else []
+            assert owners == [(rank - hop) % size for hop in range(hops + 1)] + again
             if not with_gradients:
                 assert gradients is None
                 continue
-            shares = [share_of((rank + hop) % size, rank, lengths) for hop in range(hops + 1)]
+            givers = [rank + hop for hop in range(hops + 1)] + again
+            shares = [share_of(giver % size, rank, lengths) for giver in givers]
             assert same(gradients, [sum(parts) for parts in zip(*shares, strict=True)])
             assert all(gradient.dtype == torch.float64 for gradient in gradients)
 

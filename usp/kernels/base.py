@@ -114,6 +114,10 @@ class Kernel(ABC):
     def refuses(self, call: Call) -> str | None:
         """Why this kernel cannot take the call, in words, or None if it can."""
 
+    def arrange(self, x: Tensor) -> Tensor:
+        """(B, S, H, D) with the same values, in the memory order that this kernel reads fastest; `x` if it is."""
+        return x
+
     @abstractmethod
     def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:
         """Output (B, Q, H, E) and lse (B, Q, H) of a trimmed tile."""

@@ -40,6 +40,10 @@ class Sdpa(Kernel):
         return self._by_device[call.device].refuses(call)
 
     @override
+    def arrange(self, x: Tensor) -> Tensor:
+        return self._by_device[x.device.type].arrange(x)
+
+    @override
     def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:
         return self._by_device[q.device.type].tile_forward(q, k, v, band, scores)
 
@@ -70,6 +74,11 @@ class Cpu(Kernel):
     def refuses(self, call: Call) -> str | None:
         known = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
         return None if call.dtype in known else f"torch's CPU flash attention takes {known}, not {call.dtype}"
+
+    @override
+    def arrange(self, x: Tensor) -> Tensor:
+        """Heads first: the op reads a head at a time, and rows that lie far apart share few lines of the cache."""
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
 
     @override
     def tile_forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scores: Scores) -> tuple[Tensor, Tensor]:

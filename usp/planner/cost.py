@@ -200,17 +200,20 @@ def _ring(layer: Layer, machine: Machine, steps: Sequence[tuple[int, Seconds]], 
     def moving(sent: float) -> float:
         return message_seconds(link, "ring", devices, sent) if sent else 0.0
 
+    first = steps[0][1].total
+    # Half of the work on its own block is kept for the time in which the last gradients come home.
+    kept = first / 2 if backward else 0.0
     if layer.transport == "all_gather":
         gather = moving(block * (layer.schedule.ring_degree - 1))
-        return _exposed(gather, steps[0][1].total, link) + moving(gradient * last)
+        return _exposed(gather, first - kept, link) + _exposed(moving(gradient * last), kept, link)
     exposed, hop = 0.0, 0
     for count, step in steps:
         for _ in range(count):
             # The next block, and the gradients of the block before, move while this one is used.
-            sent = (block if hop < last else 0) + (gradient if hop > 0 else 0)
-            exposed += _exposed(moving(sent), step.total, link)
+            sent = (block if hop < last else 0) + (gradient if hop > 1 else 0)
+            exposed += _exposed(moving(sent), step.total - (0.0 if hop else kept), link)
             hop += 1
-    return exposed + moving(gradient)  # the last gradients, on their way home
+    return exposed + _exposed(moving(gradient), kept, link)
 
 
 def _exposed(transfer: float, computing: float, link: LinkSpec) -> float:

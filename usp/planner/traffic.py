@@ -124,11 +124,11 @@ def bytes_ring(layer: Layer, ring_rank: int, ulysses_rank: int, backward: bool =
         return 0
     lengths = layer.schedule.lengths
     passing = [lengths[(ring_rank - hop) % ring] for hop in range(hops + 1)]
-    if layer.transport == "all_gather":  # padded to the longest block; gradients go straight to the owners
-        tokens, gradient_tokens = (ring - 1) * max(lengths), sum(passing[1:])
-    else:  # a block's gradients follow it, and go home from the last hop
-        tokens, gradient_tokens = sum(passing[:-1]), sum(passing)
-    sent = tokens * shape.dtype_bytes + (gradient_tokens * shape.gradient_bytes if backward else 0)
+    # All-gather pads to the longest block.
+    tokens = (ring - 1) * max(lengths) if layer.transport == "all_gather" else sum(passing[:-1])
+    # Its own share of its own block stays here. The others follow the blocks, or go straight to the owners.
+    gradient_tokens = sum(passing[1:]) if backward else 0
+    sent = tokens * shape.dtype_bytes + gradient_tokens * shape.gradient_bytes
     return sent * layer.token_elements(ulysses_rank)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from usp.transports.base import Shape, Stop, add_, flatten, unflatten
+from usp.transports.base import Shape, Stop, add_home, flatten, span, unflatten
 from usp.transports.p2p import P2P
 
 
@@ -21,25 +21,30 @@ class AllGather(P2P):
 
     @override
     def circulate(self, own: Sequence[Tensor], shapes: Sequence[Sequence[Shape]], hops: int) -> Iterator[Stop]:
-        stops = [Stop(self.rank, list(own))]
         work, gathered = self._gather(own, shapes) if hops else (None, [])
-        yield stops[0]
-        if work is not None:
-            work.wait()
+        first, others = Stop(self.rank, list(own)), []
+        with span("usp::ring hop 0: compute"):
+            yield first
+        with span("usp::ring hop 0: wait"):
+            if work is not None:
+                work.wait()
         for hop in range(1, hops + 1):
             owner = (self.rank - hop) % self.size
             numel = sum(map(math.prod, shapes[owner]))
-            stops.append(Stop(owner, unflatten(gathered[owner][:numel], shapes[owner])))
-            yield stops[-1]
-        total = stops[0].gradients
-        if total is None or not hops:
+            others.append(Stop(owner, unflatten(gathered[owner][:numel], shapes[owner])))
+            with span(f"usp::ring hop {hop}: compute"):
+                yield others[-1]
+        if not others or others[-1].gradients is None:
             return
-        sends = {stop.owner: flatten(stop.gradients) for stop in stops[1:] if stop.gradients is not None}
-        numel = sum(t.numel() for t in total)
-        receives = {(self.rank + hop) % self.size: total[0].new_empty(numel) for hop in range(1, hops + 1)}
-        self.exchange(sends, receives).wait()
-        for shares in receives.values():
-            add_(total, unflatten(shares, shapes[self.rank]))
+        sends = {stop.owner: flatten(stop.gradients) for stop in others if stop.gradients is not None}
+        numel, like = sum(map(math.prod, shapes[self.rank])), sends[others[-1].owner]
+        receives = {(self.rank + hop) % self.size: like.new_empty(numel) for hop in range(1, hops + 1)}
+        flight = self.exchange(sends, receives)
+        with span("usp::ring home: compute"):
+            yield first
+        with span("usp::ring home: wait"):
+            flight.wait()
+        add_home(first, receives.values(), shapes[self.rank])
 
     def _gather(self, own: Sequence[Tensor], shapes: Sequence[Sequence[Shape]]) -> tuple[dist.Work, list[Tensor]]:
         """Starts the collective, which wants equal sizes: blocks are padded to the longest."""

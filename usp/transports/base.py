@@ -2,11 +2,12 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
+from torch._C._profiler import _RecordFunctionFast as span  # record_function, at a twentieth of its time
 
 Group = Any
 """What a transport runs over: a torch ProcessGroup, None for an axis of size 1, or a local group of threads."""
@@ -49,8 +50,9 @@ class Transport(ABC):
     def circulate(self, own: Sequence[Tensor], shapes: Sequence[Sequence[Shape]], hops: int) -> Iterator["Stop"]:
         """Passes every rank's tensors round the ring, `hops` times from each rank to the next.
 
-        The next block is under way while the present one is used. The caller may leave gradients at a stop: they follow
-        the block one hop behind, are summed with every other rank's, and come home to its owner with the last message.
+        The next block is under way while the present one is used. The caller may leave gradients at a stop: those of
+        other ranks' blocks follow the block one hop behind, are summed on the way, and come home to its owner with the
+        last message. While that is under way this rank's own block comes again, for what is left to do with it.
 
         Args:
             own: this rank's block, tensors of one dtype that travel as one message.
@@ -58,30 +60,36 @@ class Transport(ABC):
             hops: how often blocks move; 0 to size - 1.
 
         Yields:
-            A stop for each block that comes by, this rank's own first. When the iteration has ended, that first stop
-            holds the sum of the gradients that all ranks left for this rank's block.
+            A stop for each block that comes by, this rank's own first; and, if gradients were left at others, this
+            rank's own once more. When the iteration has ended, the first stop holds the sum of the gradients that all
+            ranks left for this rank's block.
         """
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         numels = [sum(map(math.prod, block)) for block in shapes]
-        first = stop = Stop(self.rank, list(own))
         block = flatten(own) if hops else own[0].new_empty(0)
+        first = stop = Stop(self.rank, unflatten(block, shapes[self.rank]) if hops else list(own))
         behind: Move | None = None
         for hop in range(hops + 1):
             following = (stop.owner - 1) % self.size
             ahead = self._move(block, after, before, numels[following]) if hop < hops else None
-            yield stop
-            if stop.gradients is not None and hops:
-                if behind is not None:
-                    add_(stop.gradients, unflatten(behind.wait(), shapes[stop.owner]))
-                if hop < hops:
-                    behind = self._move(_take(stop), after, before, numels[following])
-                else:
-                    behind = self._move(_take(stop), stop.owner, (self.rank + hops) % self.size, numels[self.rank])
-            if ahead is not None:
-                block = ahead.wait()
-                stop = Stop(following, unflatten(block, shapes[following]))
+            with span(f"usp::ring hop {hop}: compute"):
+                yield stop
+            with span(f"usp::ring hop {hop}: wait"):
+                if stop.gradients is not None and hop:
+                    if behind is not None:
+                        add_(stop.gradients, unflatten(behind.wait(), shapes[stop.owner]))
+                    if hop < hops:
+                        behind = self._move(_take(stop), after, before, numels[following])
+                    else:
+                        behind = self._move(_take(stop), stop.owner, (self.rank + hops) % self.size, numels[self.rank])
+                if ahead is not None:
+                    block = ahead.wait()
+                    stop = Stop(following, unflatten(block, shapes[following]))
         if behind is not None:
-            first.gradients = [part.clone() for part in unflatten(behind.wait(), shapes[self.rank])]
+            with span("usp::ring home: compute"):
+                yield first
+            with span("usp::ring home: wait"):
+                add_home(first, [behind.wait()], shapes[self.rank])
 
     def _move(self, tensor: Tensor, target: int, source: int, numel: int) -> "Move":
         """Sends `tensor` to `target` and receives `numel` elements from `source`."""
@@ -122,6 +130,16 @@ def _take(stop: Stop) -> Tensor:
     left, stop.gradients = stop.gradients, None
     assert left is not None  # asked by the caller
     return flatten(left)
+
+
+def add_home(first: Stop, messages: Iterable[Tensor], shapes: Sequence[Shape]) -> None:
+    """Adds what other ranks left for this rank's block to what it left itself."""
+    for message in messages:
+        shares = unflatten(message, shapes)
+        if first.gradients is None:
+            first.gradients = [share.clone() for share in shares]
+        else:
+            add_(first.gradients, shares)
 
 
 def add_(totals: Sequence[Tensor], shares: Sequence[Tensor]) -> None:
