@@ -320,6 +320,7 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch
         ([*LLAMA, "--model", "lama3-8b"], 1, "did you mean 'llama3-8b'?"),
         ([*LLAMA, "--gpus", "12"], 1, "gpus=12 do not fill nodes of gpus_per_node=8"),
         ([*LLAMA, "--gpus", "0"], 1, "gpus=0 do not fill nodes"),
+        ([*LLAMA, "--gpus", "600120"], 1, "gpus=600120 with gpus_per_node=8 are more than 65536 nodes"),
         ([*LLAMA, "--kv-heads", "3"], 1, "heads=32 is not a multiple of kv_heads=3"),
         ([*LLAMA, "--batch", "0"], 1, "batch: Input should be greater than or equal to 1, got 0"),
         ([*LLAMA, "--mode", "dream"], 1, "mode: Input should be 'train' or 'inference', got 'dream'"),

@@ -310,7 +310,7 @@ def test_a_step_is_all_passes_of_all_layers():
 def test_bytes_of_a_step_by_hand():
     """2 layers, 8 query heads and 4 kv heads, 64 tokens over 2 x 2: a rank has 16 tokens, then 4 and 2 heads of 32.
 
-    Round the ring goes one block of 32 tokens, and backward a block and twice (there and home) its float32 gradients.
+    Round the ring goes one block of 32 tokens, and backward a block and its float32 gradients, on their way home.
     In the Ulysses group go q and kv of half the heads of 16 tokens, and back come 4 heads of 16 tokens.
     """
     block = 32 * 2 * 256 * 2
@@ -321,10 +321,10 @@ def test_bytes_of_a_step_by_hand():
         return choice.bytes_ring, choice.bytes_all_to_all
 
     assert sent() == (2 * block, 2 * (qkv + output))
-    assert sent(mode="train", checkpointing="none") == (2 * (2 * block + 2 * 2 * block), 2 * 2 * (qkv + output))
-    assert sent(mode="train", checkpointing="full") == (2 * (3 * block + 2 * 2 * block), 2 * 3 * (qkv + output))
+    assert sent(mode="train", checkpointing="none") == (2 * (2 * block + 2 * block), 2 * 2 * (qkv + output))
+    assert sent(mode="train", checkpointing="full") == (2 * (3 * block + 2 * block), 2 * 3 * (qkv + output))
     assert sent(mode="train", checkpointing="selective") == (
-        2 * (2 * block + 2 * 2 * block),
+        2 * (2 * block + 2 * block),
         2 * (2 * (qkv + output) + qkv),
     )
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from usp.errors import InputError
-from usp.planner.spec import ClusterSpec, DeviceSpec, KernelSpeed, LinkSpec, SpanSpeed
+from usp.planner.spec import MOST_NODES, ClusterSpec, DeviceSpec, KernelSpeed, LinkSpec, SpanSpeed
 
 T = TypeVar("T")
 
@@ -136,12 +136,14 @@ def cluster(
         inter: what connects nodes, likewise.
 
     Raises:
-        InputError: there is no preset of that name, or the devices do not fill whole nodes.
+        InputError: there is no preset of that name, or the devices do not fill whole nodes, or more than 65,536.
     """
     device = find(DEVICES, "GPU", gpu)
     gpus_per_node = min(gpus, gpus_per_node)
     if gpus < 1 or gpus_per_node < 1 or gpus % gpus_per_node:
         raise InputError(f"gpus={gpus} do not fill nodes of gpus_per_node={gpus_per_node}")
+    if gpus > MOST_NODES * gpus_per_node:
+        raise InputError(f"gpus={gpus} with gpus_per_node={gpus_per_node} are more than {MOST_NODES} nodes")
     usual_intra, usual_inter = _USUAL[device.name]
     if usual_intra == "pcie4" and gpus_per_node > 4:
         usual_intra = "pcie4-two-sockets"

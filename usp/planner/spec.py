@@ -272,6 +272,10 @@ class LinkSpec(Spec):
         return next((point.gb_per_s for point in speeds if point.devices >= devices), last)
 
 
+MOST_NODES = 2**16
+"""Of a cluster: what is beyond is a slip of the pen."""
+
+
 class ClusterSpec(Spec):
     """Equal nodes of equal devices.
 
@@ -285,7 +289,7 @@ class ClusterSpec(Spec):
     """
 
     name: str = "custom"
-    nodes: Annotated[int, Field(ge=1, le=2**16)] = 1
+    nodes: Annotated[int, Field(ge=1, le=MOST_NODES)] = 1
     gpus_per_node: Annotated[int, Field(ge=1, le=2**16)] = 8
     device: DeviceSpec
     intra: LinkSpec
