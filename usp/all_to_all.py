@@ -9,6 +9,7 @@ B batch, S sequence, H heads, D head_dim.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from usp.transports.base import Group, Transport, flatten, span, unflatten
 from usp.transports.p2p import P2P, resolve
 
 Index = tuple[slice, slice, slice]
+
+_share = lru_cache(maxsize=4096)(share)
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Deal:
 
     def share(self, tensor: int, rank: int) -> range:
         """The heads of a tensor that a rank holds when heads are sharded."""
-        return share(self.heads, self.totals[tensor], len(self.lengths), rank)
+        return _share(self.heads, self.totals[tensor], len(self.lengths), rank)
 
     def by_heads(self, tensor: int, rank: int) -> Index:
         """Where, in a sequence shard, the part lies that `rank` holds when heads are sharded."""

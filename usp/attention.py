@@ -8,8 +8,8 @@ G kv heads, D head_dim of q and k, E head_dim of v.
 """
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from operator import index
 from typing import Any, Unpack
 
@@ -37,6 +37,9 @@ from usp.ring import Recipe, ring_attention
 from usp.shard import check_length, dealt
 from usp.topology import Topology
 
+MOST_SETTLED = 256
+"""Different calls that a module remembers."""
+
 
 @dataclass(frozen=True)
 class _Config:
@@ -47,6 +50,7 @@ class _Config:
     candidates: tuple[str, ...]
     transport: str
     scale: float | None
+    settled: "dict[Hashable, _Settled]" = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -194,26 +198,55 @@ class _Tokens:
     front: bool = True
 
 
+@dataclass(frozen=True)
+class _Settled:
+    """What shapes and arguments decide of a call, whatever the values of its tensors.
+
+    Attributes:
+        queries: how the queries are dealt.
+        keys: how the keys are dealt: the same object where they are the same tokens.
+        masks: one for the batch, or one for every row of it.
+        boundaries: of documents that are in no mask.
+        recipe: what the ring is made of.
+        facts: what must be equal on all ranks. Local lengths need not be; the global ones decide them.
+    """
+
+    queries: _Tokens
+    keys: _Tokens
+    masks: tuple[Mask, ...]
+    boundaries: Tensor | None
+    recipe: Recipe
+    facts: dict[str, Hashable]
+
+
+@dataclass(frozen=True)
+class _Like:
+    """All of a tensor but its values."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
 def _attend(
     qkv: QKV, config: _Config, seq_len: int | None, return_lse: bool, options: AttentionOptions
 ) -> Tensor | tuple[Tensor, ...]:
     topology, ulysses = config.topology, config.topology.ulysses
     try:
         qkv, options, packed = _as_batch(qkv, options)
-        check_tensors(*qkv, ulysses.degree, topology.sequence_degree, "kv_seq_len" in options)
-        check_options(*qkv[:2], options)
-        check_joint(*qkv, options)
-        masks, boundaries = masks_of(options, qkv[0].shape[0])
-        queries, keys = _sides(qkv, config, seq_len, options)
-        for mask in masks:
-            mask.check(queries.seq_len)
-        recipe = _recipe(qkv, config, (queries, keys), masks, options)
+        call = _settle_once(qkv, config, seq_len, options)
     except USPError as error:
         topology.object(error)
         raise
-    topology.confirm(_facts(qkv, recipe, (queries, keys), ulysses.degree, options))
-    _recommend_balance(config, masks)
+    topology.confirm(call.facts)
+    _recommend_balance(config, call.masks)
 
+    queries, keys = call.queries, call.keys
     heads, kv_heads = plain_heads(*qkv[:2])
     if keys is queries:
         query, key, value = _to_heads(
@@ -225,12 +258,56 @@ def _attend(
     mine = share(heads, heads, ulysses.degree, ulysses.rank)
     more = [t[mine.start : mine.stop] for t in _more(options).values()]
     seq_lens = [queries.seq_len] if keys is queries else [queries.seq_len, keys.seq_len]
-    out, lse = ring_attention([query, key, value, *more], recipe, seq_lens, topology.ring.group, boundaries)
+    out, lse = ring_attention([query, key, value, *more], call.recipe, seq_lens, topology.ring.group, call.boundaries)
     results = _to_rows(out, queries, heads, topology)
     if return_lse:
         results += [part.squeeze(-1) for part in _to_rows(lse.unsqueeze(-1), queries, heads, topology)]
     results = [t.squeeze(0) for t in results] if packed else results
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def _settle_once(qkv: QKV, config: _Config, seq_len: int | None, options: AttentionOptions) -> _Settled:
+    """`_settle`, remembered: in a small call, asking again would take longer than communicating."""
+    gradients = torch.is_grad_enabled()
+    if torch.compiler.is_compiling():
+        return _settle(qkv, config, seq_len, options, gradients)
+    given = {name: _plain_value(x) for name, x in options.items()}
+    call = (*map(_like, qkv), seq_len, tuple(given.items()), gradients)
+    try:
+        if (found := config.settled.get(call)) is not None:
+            return found
+    except TypeError:  # of no use as a mask or a number: `_settle` says why
+        return _settle(qkv, config, seq_len, options, gradients)
+    if len(config.settled) >= MOST_SETTLED:
+        config.settled.clear()
+    return config.settled.setdefault(call, _settle(qkv, config, seq_len, options, gradients))
+
+
+def _settle(qkv: QKV, config: _Config, seq_len: int | None, options: AttentionOptions, gradients: bool) -> _Settled:
+    """Checks a call, and finds what it comes to. Raises USPError before any communication."""
+    topology = config.topology
+    check_tensors(*qkv, topology.ulysses.degree, topology.sequence_degree, "kv_seq_len" in options)
+    check_options(*qkv[:2], options)
+    check_joint(*qkv, options)
+    masks, boundaries = masks_of(options, qkv[0].shape[0])
+    queries, keys = _sides(qkv, config, seq_len, options)
+    for mask in masks:
+        mask.check(queries.seq_len)
+    recipe = _recipe(qkv, config, (queries, keys), masks, options)
+    facts = _facts(qkv, recipe, (queries, keys), topology.ulysses.degree)
+    facts["requires_grad"] = gradients and any(t.requires_grad for t in (*qkv, *_more(options).values()))
+    return _Settled(queries, keys, masks, boundaries, recipe, facts)
+
+
+def _like(x: Tensor) -> _Like:
+    return _Like(x.shape, x.dtype, x.device, x.requires_grad)
+
+
+def _plain_value(option: Any) -> Any:
+    """What an option says to `_settle`, as a key of a dictionary."""
+    if isinstance(option, Tensor):
+        return _like(option) if option.dtype.is_floating_point else _plain_value(option.tolist())
+    return tuple(map(_plain_value, option)) if isinstance(option, (list, tuple)) else option
 
 
 def _as_batch(qkv: QKV, options: AttentionOptions) -> tuple[QKV, AttentionOptions, bool]:
@@ -350,13 +427,9 @@ def _select(candidates: tuple[str, ...], *call: Any) -> str:
     return kernels.select({name: kernels.load(name) for name in candidates}, Call(*call))
 
 
-def _facts(
-    qkv: QKV, recipe: Recipe, sides: tuple[_Tokens, _Tokens], ulysses_degree: int, options: AttentionOptions
-) -> dict:
-    """What must be equal on all ranks. Local lengths need not be; the global ones decide them."""
+def _facts(qkv: QKV, recipe: Recipe, sides: tuple[_Tokens, _Tokens], ulysses_degree: int) -> dict[str, Hashable]:
     query, _, value = qkv
     queries, keys = sides
-    more = _more(options)
     return {
         **shape_facts(query, value),
         "seq_len": queries.seq_len,
@@ -370,7 +443,6 @@ def _facts(
         "scale": recipe.scores[0],
         "softcap": recipe.scores[1],
         "more": recipe.more,
-        "requires_grad": torch.is_grad_enabled() and any(t.requires_grad for t in (*qkv, *more.values())),
     }
 
 

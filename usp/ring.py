@@ -244,16 +244,23 @@ class Recipe:
             more: the tensors that `self.more` names.
             cu_seqlens: boundaries of documents that are in no mask.
         """
-        masks = map(Mask.parse, self.masks)
-        if cu_seqlens is not None:
-            documents = Mask.cu_seqlens(cu_seqlens.tolist())
-            masks = (mask & documents for mask in masks)
-        (layout, *kv_layout), (seq_len, *kv_seq_len) = self.layouts, seq_lens
-        keys = (kv_layout[0], kv_seq_len[0]) if kv_layout else None
-        schedules = tuple(Schedule(mask, layout, seq_len, self.ring_degree, keys) for mask in masks)
+        documents = None if cu_seqlens is None else tuple(cu_seqlens.tolist())
+        schedules = _schedules(self, tuple(seq_lens), documents)
         transport, kernel = transports.load(self.transport, group), kernels.load(self.kernel)
         named = dict(zip(self.more, more, strict=True))
         return Ring(schedules, transport, kernel, self.groups, Scores(*self.scores), **named)
+
+
+@lru_cache(maxsize=256)
+def _schedules(recipe: Recipe, seq_lens: tuple[int, ...], boundaries: tuple[int, ...] | None) -> tuple[Schedule, ...]:
+    """One schedule for the batch, or one for every row of it, with the boundaries of documents that are in no mask."""
+    masks = map(Mask.parse, recipe.masks)
+    if boundaries is not None:
+        documents = Mask.cu_seqlens(boundaries)
+        masks = (mask & documents for mask in masks)
+    (layout, *kv_layout), (seq_len, *kv_seq_len) = recipe.layouts, seq_lens
+    keys = (kv_layout[0], kv_seq_len[0]) if kv_layout else None
+    return tuple(Schedule(mask, layout, seq_len, recipe.ring_degree, keys) for mask in masks)
 
 
 def ring_attention(

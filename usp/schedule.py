@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from usp import layouts
 from usp.mask import Mask
@@ -27,6 +27,14 @@ class Schedule:
     seq_len: int
     ring_degree: int
     keys: tuple[str, int] | None = None
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.mask, self.layout, self.seq_len, self.ring_degree, self.keys))
+
+    def __hash__(self) -> int:
+        """Found once: every question to a schedule is looked up by it."""
+        return self._hash
 
     def __post_init__(self) -> None:
         """Raises InputError if the documents of the mask do not add up to `seq_len`, or to the number of keys."""
