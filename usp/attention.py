@@ -67,8 +67,9 @@ class _Config:
 
 @torch.compiler.assume_constant_result
 def _look_up(topology: Topology, layout: str, kernel: str, transport: str) -> tuple[tuple[str, ...], str]:
-    """The names of the kernels to choose from and of the transport. Raises InputError for a name without a file."""
+    """The names of the kernels to choose from and of the transport. Raises InputError for one that does not fit."""
     layouts.parse(layout)
+    transports.load(transport, topology.ring.group)
     return tuple(kernels.candidates(kernel)), transports.select(transport, topology.ring.group)
 
 
@@ -83,7 +84,7 @@ class USPAttention(nn.Module):
         layout: how positions are dealt to ring ranks: "contiguous" for shards sliced by hand; "zigzag" or "striped",
             with shards from `usp.shard`, balance causal work; `usp.layout_for("balanced", mask)` any work.
         kernel: "auto" (torch's flash attention, else the reference), or a name: "sdpa", "flash_attn", "reference".
-        transport: "auto" ("p2p"), or a name: "p2p", "all_gather".
+        transport: "auto", or a name: "p2p", "all_gather", and "double_ring:W" for rings with W ranks in each node.
         scale: factor on the scores; default 1 / sqrt(D).
 
     Raises:

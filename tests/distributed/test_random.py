@@ -49,7 +49,7 @@ def draw(seed: int) -> tuple[int, Case]:
         pick.randint(1, 3),
         dtype,
         pick.choice(["auto", "auto", "sdpa", "reference"]),
-        pick.choice(["auto", "p2p", "all_gather"]),
+        pick.choice(["auto", "p2p", "all_gather", f"double_ring:{ring // 2}" if ring in (4, 6, 8) else "p2p"]),
         pick.random() < 0.2,
         seed,
     )

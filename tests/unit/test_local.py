@@ -38,8 +38,8 @@ ENDS = [
     (name, size)
     for name in transports.names()
     for size in SIZES
-    if local.LocalGroup in kinds(name) or (size == 1 and type(None) in kinds(name))
-]
+    if name != "double_ring" and (local.LocalGroup in kinds(name) or (size == 1 and type(None) in kinds(name)))
+] + [("double_ring:2", 4), ("double_ring:2", 6), ("double_ring:3", 6)]
 """Transports between threads, and those that take None as the group of an axis of one rank."""
 
 every_transport = pytest.mark.parametrize(("name", "size"), ENDS)
@@ -203,7 +203,7 @@ def test_nothing_is_sent_for_an_empty_tensor(name, size, sent, awaited):
 
 # ---- circulate -------------------------------------------------------------------------------------------------------
 
-UNEQUAL = [3, 0, 5, 1, 2]
+UNEQUAL = [3, 0, 5, 1, 2, 4]
 
 
 def shapes_of(lengths: list[int]) -> list[list[tuple[int, ...]]]:
@@ -228,8 +228,21 @@ def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> boo
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
+def owners_at(name: str, size: int, rank: int, hops: int) -> list[int]:
+    """The order in which blocks come by: round the ring, or round each node of a ring of rings, by the definition."""
+    if not hops or ":" not in name:
+        return [(rank - hop) % size for hop in range(hops + 1)]
+    width = int(name.rpartition(":")[2])
+    node, place = divmod(rank, width)
+    return [
+        (node - turn) % (size // width) * width + (place - step) % width
+        for turn in range(size // width)
+        for step in range(width)
+    ]
+
+
 @every_transport
-@pytest.mark.parametrize("lengths", [UNEQUAL, [4] * 5, [0] * 5, [0, 0, 0, 0, 7]], ids=str)
+@pytest.mark.parametrize("lengths", [UNEQUAL, [4] * 6, [0] * 6, [0, 0, 0, 7, 0, 0]], ids=str)
 @pytest.mark.parametrize("with_gradients", [False, True])
 def test_circulate_hands_out_every_owners_block(name, size, lengths, with_gradients):
     """For every number of hops; gradients, in a wider dtype, come home summed, while the own block is here again."""
@@ -252,12 +265,13 @@ def test_circulate_hands_out_every_owners_block(name, size, lengths, with_gradie
         results = run_on(name, size, lambda transport, hops=hops: work(transport, hops), timeout_seconds=20)
         for rank, (owners, gradients) in enumerate(results):
             again = [rank] if with_gradients and hops else []
-            assert owners == [(rank - hop) % size for hop in range(hops + 1)] + again
+            seen = owners_at(name, size, rank, hops)
+            assert owners == seen + again
             if not with_gradients:
                 assert gradients is None
                 continue
-            givers = [rank + hop for hop in range(hops + 1)] + again
-            shares = [share_of(giver % size, rank, lengths) for giver in givers]
+            givers = [giver for giver in range(size) if rank in owners_at(name, size, giver, hops)] + again
+            shares = [share_of(giver, rank, lengths) for giver in givers]
             assert same(gradients, [sum(parts) for parts in zip(*shares, strict=True)])
             assert all(gradient.dtype == torch.float64 for gradient in gradients)
 
@@ -290,13 +304,25 @@ def test_a_transport_that_cannot_serve_the_group_says_which_can():
         match=r"^transport 'local' does not run over a group of type NoneType; of .*local.* these do: .*p2p",
     ):
         transports.select("local", None)
-    with pytest.raises(InputError, match=r"'p2p' does not run over a group of type LocalGroup; .* these do: local$"):
+    with pytest.raises(InputError, match=r"'p2p' does not run over a group of type LocalGroup; .* these do: double_ring, local$"):
         local.run(lambda topology: transports.select("p2p", topology.ring.group), ring_degree=2)
+
+
+@pytest.mark.parametrize("text", ["double_ring", "double_ring:1", "double_ring:4", "double_ring:3"])
+def test_a_double_ring_says_what_would_fit(text):
+    with pytest.raises(InputError, match=rf"^{text}:? over a ring of 4: .* be neither 1 nor all; 2 would$"):
+        local.run(lambda topology: transports.load(text, topology.ring.group), ring_degree=4)
+
+
+@pytest.mark.parametrize("text", ["double_ring:x", "p2p:2", "double_ring:-2"])
+def test_only_a_double_ring_takes_a_number(text):
+    with pytest.raises(InputError, match=rf"^unknown transport '{text}': only double_ring takes a number, as in"):
+        transports.select(text, None)
 
 
 def test_an_unknown_transport_lists_those_there_are():
     with pytest.raises(
-        InputError, match=r"unknown transport 'pp': there are all_gather, local, p2p; did you mean 'p2p'"
+        InputError, match=r"unknown transport 'pp': there are all_gather, double_ring, local, p2p; did you mean 'p2p'"
     ):
         transports.select("pp", None)
 

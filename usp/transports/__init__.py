@@ -19,9 +19,11 @@ def load(name: str, group: Group) -> Transport:
     """This rank's end of `group` by the transport called `name` ("auto": the default one for that kind of group).
 
     Raises:
-        InputError: no file of this folder has that name, or it does not run over that kind of group.
+        InputError: no file of this folder has that name, it does not run over that kind of group, or its number of
+            ranks in a node does not fit.
     """
-    return _kind(select(name, group))(group)
+    name, parameters = _parse(select(name, group))
+    return _kind(name)(group, *parameters)
 
 
 def select(name: str, group: Group) -> str:
@@ -31,12 +33,20 @@ def select(name: str, group: Group) -> str:
         InputError: no file of this folder has that name, or it does not run over that kind of group.
     """
     for candidate in AUTO if name == "auto" else (name,):
-        if isinstance(group, _kind(candidate).group_types):
+        if isinstance(group, _kind(_parse(candidate)[0]).group_types):
             return candidate
     raise InputError(
         f"transport {name!r} does not run over a group of type {type(group).__name__}; "
         f"of {', '.join(names())} these do: {', '.join(n for n in names() if isinstance(group, _kind(n).group_types))}"
     )
+
+
+def _parse(text: str) -> tuple[str, list[int]]:
+    """The name of a transport, and what it has after a colon: "double_ring:8"."""
+    name, _, parameter = text.partition(":")
+    if parameter and (name != "double_ring" or not parameter.isdecimal()):
+        raise InputError(f"unknown transport {text!r}: only double_ring takes a number, as in double_ring:8")
+    return name, [int(parameter)] if parameter else []
 
 
 def _kind(name: str) -> type[Transport]:
