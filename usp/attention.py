@@ -48,7 +48,7 @@ class _Config:
     topology: Topology
     layout: str
     candidates: tuple[str, ...]
-    transport: str
+    transports: tuple[str, ...]
     scale: float | None
     settled: "dict[Hashable, _Settled]" = field(default_factory=dict, repr=False, compare=False)
 
@@ -66,11 +66,15 @@ class _Config:
 
 
 @torch.compiler.assume_constant_result
-def _look_up(topology: Topology, layout: str, kernel: str, transport: str) -> tuple[tuple[str, ...], str]:
-    """The names of the kernels to choose from and of the transport. Raises InputError for one that does not fit."""
+def _look_up(topology: Topology, layout: str, kernel: str, transport: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the kernels and of the transports to choose from. Raises InputError for one that does not fit."""
     layouts.parse(layout)
-    transports.load(transport, topology.ring.group)
-    return tuple(kernels.candidates(kernel)), transports.select(transport, topology.ring.group)
+    group, inside = topology.ring.group, topology.ring_neighbours
+    transports.load(transport, group)
+    found = [transports.select(transport, group)]
+    if transport == "auto" and inside is not None and 1 < inside < topology.ring.degree:
+        found.insert(0, f"double_ring:{inside}")
+    return tuple(kernels.candidates(kernel)), tuple(found)
 
 
 class USPAttention(nn.Module):
@@ -84,7 +88,8 @@ class USPAttention(nn.Module):
         layout: how positions are dealt to ring ranks: "contiguous" for shards sliced by hand; "zigzag" or "striped",
             with shards from `usp.shard`, balance causal work; `usp.layout_for("balanced", mask)` any work.
         kernel: "auto" (torch's flash attention, else the reference), or a name: "sdpa", "flash_attn", "reference".
-        transport: "auto", or a name: "p2p", "all_gather", and "double_ring:W" for rings with W ranks in each node.
+        transport: a name: "p2p", "all_gather", or "double_ring:W" for a ring with W neighbours in each node; "auto" is
+            that where every rank needs every block of such a ring (no mask, or is_causal), else "p2p".
         scale: factor on the scores; default 1 / sqrt(D).
 
     Raises:
@@ -157,8 +162,8 @@ class USPAttention(nn.Module):
         """What `print(module)` shows."""
         c = self.config
         degrees = f"ulysses_degree={c.topology.ulysses.degree}, ring_degree={c.topology.ring.degree}"
-        kernel = " or ".join(c.candidates)
-        return f"{degrees}, layout={c.layout!r}, kernel={kernel!r}, transport={c.transport!r}, scale={c.scale}"
+        kernel, transport = " or ".join(c.candidates), " or ".join(c.transports)
+        return f"{degrees}, layout={c.layout!r}, kernel={kernel!r}, transport={transport!r}, scale={c.scale}"
 
 
 def attention(
@@ -410,12 +415,18 @@ def _recipe(
         masks=tuple(map(str, masks)),
         layouts=(queries.layout,) if keys is queries else (queries.layout, keys.layout),
         ring_degree=ring.degree,
-        transport=config.transport,
+        transport=_transport(config, masks),
         kernel=_select(config.candidates, query.device.type, query.dtype, head_dim, v_head_dim, *changes),
         groups=groups(*plain_heads(query, key), ulysses.degree, ulysses.rank),
         scores=(head_dim**-0.5 if scale is None else _plain(scale), _plain(softcap)),
         more=tuple(_more(options)),
     )
+
+
+def _transport(config: _Config, masks: Sequence[Mask]) -> str:
+    """The first of those to choose from, but a double ring moves all blocks, also where none is needed."""
+    first, *others = config.transports
+    return others[0] if others and any(mask not in (Mask.full(), Mask.causal()) for mask in masks) else first
 
 
 def _plain(number: float) -> float:

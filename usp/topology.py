@@ -11,7 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -195,6 +196,12 @@ class Topology:
         """Tells ranks that wait in `confirm` that this one refused its arguments."""
         if self.agreement is not None and not torch.compiler.is_compiling():
             self.agreement.object(str(error))
+
+    @cached_property
+    def ring_neighbours(self) -> int | None:
+        """How many neighbours on a ring share a node, if all rings of the world have as many in each of their nodes."""
+        runs = {len(list(run)) for ring in columns(self.grids) for _, run in groupby(self.nodes[rank] for rank in ring)}
+        return runs.pop() if len(runs) == 1 else None
 
     def describe(self) -> str:
         """A table of nodes and their ranks with everyone's coordinates, and which groups cross nodes."""

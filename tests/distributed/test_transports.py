@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import usp
 from usp import kernels, transports
 from usp.kernels.base import Scores
 from usp.mask import Mask
@@ -78,3 +79,36 @@ def test_hops_that_no_rank_needs_are_not_made(pool):
         assert backward == [16 * 16] * 2
     for forward, backward in pool(4).run(sent, ":0@0,16,32,48,64", "contiguous", 64):
         assert (forward, backward) == ([], [])  # every document lies on one rank
+
+
+def chosen(rank, nodes, mask):
+    """The transport that a ring of four on some nodes takes, and how far its results are from those of a plain ring."""
+    topology = usp.Topology.build(1, 4, nodes=nodes, allow_cross_node=True)
+    draw = torch.Generator().manual_seed(5)
+    q, k, v, dout = (torch.randn(1, 31, h, 8, dtype=torch.float64, generator=draw) for h in (4, 2, 2, 4))
+    dout, found = usp.shard(dout, topology, layout="zigzag"), []
+    for transport in ("auto", "p2p"):
+        attn = usp.USPAttention(topology=topology, layout="zigzag", transport=transport)
+        qkv = [usp.shard(x, topology, layout="zigzag").requires_grad_() for x in (q, k, v)]
+        out = attn(*qkv, mask=mask, seq_len=31)
+        found.append([out, *torch.autograd.grad(out, qkv, dout)])
+        if transport == "auto":
+            (call,) = attn.config.settled.values()
+    return call.recipe.transport, max(((a - b).norm() / b.norm()).item() for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "mask", "expected"),
+    [
+        ("aabb", Mask.full(), "double_ring:2"),
+        ("aabb", Mask.causal(), "double_ring:2"),
+        ("aabb", Mask.window(5, 0), "p2p"),  # a double ring moves all blocks, needed or not
+        ("aaaa", Mask.full(), "p2p"),
+        ("abcd", Mask.full(), "p2p"),
+        ("aaab", Mask.full(), "p2p"),
+    ],
+)
+def test_auto_is_a_double_ring_where_nodes_hold_parts_of_a_ring(pool, nodes, mask, expected):
+    for transport, error in pool(4).run(chosen, tuple(nodes), mask):
+        assert transport == expected
+        assert error < 1e-14

@@ -304,7 +304,9 @@ def test_a_transport_that_cannot_serve_the_group_says_which_can():
         match=r"^transport 'local' does not run over a group of type NoneType; of .*local.* these do: .*p2p",
     ):
         transports.select("local", None)
-    with pytest.raises(InputError, match=r"'p2p' does not run over a group of type LocalGroup; .* these do: double_ring, local$"):
+    with pytest.raises(
+        InputError, match=r"'p2p' does not run over a group of type LocalGroup; .* these do: double_ring, local$"
+    ):
         local.run(lambda topology: transports.select("p2p", topology.ring.group), ring_degree=2)
 
 
