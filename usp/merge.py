@@ -21,7 +21,11 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
     total = torch.logaddexp(lse, block_lse)
     # -inf - -inf is NaN; a row that neither side has seen keeps its output with any finite total.
     weight = torch.exp(block_lse - total.masked_fill(total == -torch.inf, 0.0))
-    out.lerp_(block_out.to(out.dtype), weight.unsqueeze(-1))
+    weight = weight.unsqueeze(-1)
+    if block_out.dtype == out.dtype:
+        out.lerp_(block_out, weight)
+    else:  # which lerp_ would want as a copy in the wider dtype
+        out.mul_(1 - weight).addcmul_(block_out, weight)
     lse.copy_(total)
 
 

@@ -93,7 +93,8 @@ class Cpu(Kernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         (out, lse), head_dim, v_head_dim = result, q.shape[-1], v.shape[-1]
         dout, q, k, v, out = same_head_dim(dout, q, k, v, out)
-        dq, dk, dv = _cpu_backward(dout, q, k, v, out, lse, band, scores.scale)
+        backward = _cpu_backward if q.dtype.itemsize > 2 or _fast_half(q.dtype) else _cpu_backward_in_float32
+        dq, dk, dv = backward(dout, q, k, v, out, lse, band, scores.scale)
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :v_head_dim]
 
 
@@ -117,9 +118,6 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> t
 def _cpu_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if q.dtype.itemsize == 2 and not _fast_half(q.dtype):
-        dout, q, k, v, out = (t.float() for t in (dout, q, k, v, out))
-
     def op(rows: slice, columns: slice, causal: bool, bias: Tensor | None) -> list[Tensor]:
         heads_first = (t.transpose(1, 2) for t in (dout[:, rows], q[:, rows], k[:, columns], v[:, columns]))
         row = (out[:, rows].transpose(1, 2), lse[:, rows].transpose(1, 2))
@@ -137,6 +135,23 @@ def _cpu_backward(
         dq[:, tile.q], block_dk, block_dv = op(tile.q, tile.k, False, bias)
         dk[:, tile.k] += block_dk
         dv[:, tile.k] += block_dv
+    return dq, dk, dv
+
+
+def _cpu_backward_in_float32(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_cpu_backward` of half precision, a kv head for each thread at once: no more than those are held in float32."""
+    group, at_once = q.shape[2] // k.shape[2], torch.get_num_threads()
+    dq, dk, dv = (t.new_empty(t.shape, dtype=torch.float32) for t in (q, k, v))
+    for start in range(0, k.shape[2], at_once):
+        kv = slice(start, start + at_once)
+        heads = slice(kv.start * group, kv.stop * group)
+        some_dout, some_q, some_out = (t[:, :, heads].float() for t in (dout, q, out))
+        some_k, some_v = (t[:, :, kv].float() for t in (k, v))
+        dq[:, :, heads], dk[:, :, kv], dv[:, :, kv] = _cpu_backward(
+            some_dout, some_q, some_k, some_v, some_out, lse[:, :, heads], band, scale
+        )
     return dq, dk, dv
 
 
