@@ -94,19 +94,19 @@ class Load:
 
     def _read(self) -> tuple[float, ...]:
         others = sum(team.cpu_seconds() for team in self._others)
-        return time.perf_counter(), _machine_seconds(), self._busy.cpu_seconds(), others, _cpu_seconds(os.getpid())
+        return time.perf_counter(), machine_seconds(), self._busy.cpu_seconds(), others, _cpu_seconds(os.getpid())
 
 
 def wait_for_quiet(limit: float, deadline: float) -> None:
     """Sleeps until the cores are used by less than `limit`, or until `deadline` on the monotonic clock."""
     while time.monotonic() < deadline:
-        start, before = time.perf_counter(), _machine_seconds()
+        start, before = time.perf_counter(), machine_seconds()
         time.sleep(0.5)
-        if _machine_seconds() - before < limit * (time.perf_counter() - start) * (os.cpu_count() or 1):
+        if machine_seconds() - before < limit * (time.perf_counter() - start) * (os.cpu_count() or 1):
             return
 
 
-def _machine_seconds() -> float:
+def machine_seconds() -> float:
     """Seconds in which some core worked, or was taken away; 0 where the system does not tell."""
     with suppress(OSError), open("/proc/stat") as file:
         user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, file.readline().split()[1:9])

@@ -27,7 +27,9 @@ class NotAllowed(Exception):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="1gbit", help="of the link, each way, as tc writes it (default: 1gbit)")
+    parser.add_argument(
+        "--rate", default="1gbit", help="of the link, each way, as tc writes it, or none (default: 1gbit)"
+    )
     parser.add_argument("--nproc-per-node", type=int, default=2, help="processes on each host (default: 2)")
     parser.add_argument("--timeout", type=float, default=600, help="seconds until all is ended (default: 600)")
     parser.add_argument("script", nargs="+", help="what torchrun is to run, after --")
@@ -61,14 +63,20 @@ def two_hosts(rate: str) -> Iterator[list[str]]:
             shell(*f"ip -n {host} addr add {address}/24 dev {LINK}".split())
             shell(*f"ip -n {host} link set lo up".split())
             shell(*f"ip -n {host} link set {LINK} up".split())
-            # The kernel hands over segments of up to 64 KiB at once: a smaller bucket would drop them.
-            shell(*f"tc -n {host} qdisc add dev {LINK} root tbf rate {rate} burst 128kb latency 100ms".split())
+            shape(rate, "-n", host)
         yield hosts
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         for host in hosts:
             end(host)
+
+
+def shape(rate: str, *where: str) -> None:
+    """Gives what this host sends over the link a rate, as tc writes it, or "none": as fast as it can."""
+    # The kernel hands over segments of up to 64 KiB at once: a smaller bucket would drop them.
+    queue = "noqueue" if rate == "none" else f"tbf rate {rate} burst 128kb latency 100ms"
+    shell("tc", *where, *f"qdisc replace dev {LINK} root {queue}".split())
 
 
 def run(hosts: list[str], options: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from usp.cli import explain, plan, probe, topology
+from usp.cli import explain, plan, probe, topology, trace
 from usp.cli.options import grouped
 from usp.errors import USPError
 
@@ -25,6 +25,7 @@ app.command(epilog=plan.EXAMPLES)(grouped(plan.plan))
 app.command(epilog=topology.EXAMPLES)(topology.topology)
 app.command(epilog=explain.EXAMPLES)(grouped(explain.explain))
 app.command(epilog=probe.EXAMPLES)(probe.probe)
+app.command(epilog=trace.EXAMPLES)(grouped(trace.trace))
 
 
 def main() -> None:
