@@ -114,7 +114,8 @@ class Ring:
         self, row_side: tuple[Tensor, ...], stop: Stop, heads: Sequence[HeadRun], dq: Sum, sums: tuple[Sum, ...]
     ) -> None:
         """Adds one block's share of the gradients, by some heads. A function, so no tile outlives its block."""
-        (dout, q, out, lse), (k, v), (dk, dv) = row_side, _rows_first(stop.tensors), sums
+        (dout, q, out, lse), (dk, dv) = row_side, sums
+        k, v = map(self.kernel.arrange, _rows_first(stop.tensors))
         pieces = list(self._pieces(stop.owner, q, heads))
         shares = self.kernel.backward_many(
             Backward(dout[rows], q[rows], k[columns], v[columns], (out[rows], lse[rows]), tile.band, scores)

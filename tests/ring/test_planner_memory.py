@@ -70,7 +70,7 @@ class Holds(Kernel):
         workspace = [torch.empty_like(q, dtype=accumulation_dtype(q.dtype)), *map(torch.empty_like, result[1:] * 2)]
         if q.shape[2] > k.shape[2]:
             workspace += [t.new_empty(*t.shape[:2], q.shape[2], t.shape[3]) for t in (k, v)]
-        gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        gradients = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
         assert workspace  # alive until here
         return gradients
 

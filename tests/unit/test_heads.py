@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.strategies import examples
-from usp.heads import HeadRun, groups, runs, share
+from usp.heads import HeadRun, groups, halves, runs, share
 
 
 @st.composite
@@ -125,3 +125,20 @@ def test_a_rank_for_every_query_head():
 )
 def test_runs_by_hand(sizes, expected):
     assert list(runs(sizes)) == expected
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=9))
+def test_halves_are_the_same_heads_in_two_parts(groups):
+    """Every query head once, with the kv head that it had; uniform groups; no part larger by more than a group."""
+    whose = [kv for kv, size in enumerate(groups) for _ in range(size)]
+    first, rest = halves(runs(groups))
+    found = []
+    for run in (*first, *rest):
+        heads, kv_heads = range(len(whose))[run.q], range(len(groups))[run.kv]
+        assert len(heads) % len(kv_heads) == 0
+        size = len(heads) // len(kv_heads)
+        found += [(head, kv_heads[i // size]) for i, head in enumerate(heads)]
+    assert sorted(found) == list(enumerate(whose))
+    sizes = [sum(run.q.stop - run.q.start for run in part) for part in (first, rest)]
+    assert sizes[0] >= 1
+    assert abs(sizes[0] - sizes[1]) <= 2 * max(groups)

@@ -250,11 +250,12 @@ class _Rank:
 
     @property
     def backward_flight(self) -> int:
-        """The present and the next block, and float32 gradients: of the block that leaves and of the one that comes.
+        """The present and the next block, and float32 gradients: its own, of the block that leaves and of that to come.
 
-        With "all_gather" the gradients that this rank keeps, sends and receives for each of the others.
+        With "all_gather" its own, and those that this rank keeps, sends and receives for each of the others.
         """
-        gradients = 3 * self.hops if self.layer.transport == "all_gather" else min(self.hops, 1) * 2
+        others = 3 * self.hops if self.layer.transport == "all_gather" else 2
+        gradients = others + 1 if self.hops else 0
         return self._blocks(2) * self.kv + gradients * self._widened(self.kv)
 
     def _blocks(self, passing: int) -> int:

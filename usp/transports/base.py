@@ -74,6 +74,8 @@ class Transport(ABC):
             ahead = self._move(block, after, before, numels[following]) if hop < hops else None
             with span(f"usp::ring hop {hop}: compute"):
                 yield stop
+            if stop is first:
+                first.tensors = list(own)  # the message is for the first hop only
             with span(f"usp::ring hop {hop}: wait"):
                 if stop.gradients is not None and hop:
                     if behind is not None:

@@ -64,7 +64,9 @@ class DoubleRing(Transport):
                 head, stop = head or inner, Stop(begin + inner.owner, inner.tensors)
                 first = first or stop
                 yield stop
-                if stop is not first:  # whose gradients are this rank's own, and not yet all of them
+                if stop is first:  # its gradients are this rank's own, and not yet all of them
+                    first.tensors = list(own)
+                else:
                     inner.gradients = stop.gradients
             assert head is not None  # a ring has at least one stop
             turn.gradients = head.gradients
