@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import usp
-from usp.planner.cost import seconds
+from usp.planner.cost import Machine, seconds
 from usp.planner.problem import locate
 from usp.planner.spec import ClusterSpec
 from usp.planner.traffic import Layer, Shape
@@ -85,13 +85,17 @@ def settings(world: int) -> Iterator[Setting]:
                 yield Setting(ulysses_degree, world // ulysses_degree, layout)
 
 
-def predict(job: Job, setting: Setting, cluster: ClusterSpec) -> float:
-    """Predicted seconds of a forward and a backward pass."""
+def layer_on(job: Job, setting: Setting, cluster: ClusterSpec) -> tuple[Layer, Machine]:
+    """The job as the planner sees it, and what it runs on."""
     shape = Shape(1, job.heads, job.kv_heads, job.head_dim, job.head_dim, 4)
     schedule = Schedule(job.mask, setting.layout, job.seq_len, setting.ring_degree)
-    layer = Layer(shape, schedule, setting.ulysses_degree)
     machine = locate(cluster, setting.ulysses_degree, setting.ring_degree, 1, cluster.gpus)
-    return seconds(layer, machine).total + seconds(layer, machine, backward=True).total
+    return Layer(shape, schedule, setting.ulysses_degree), machine
+
+
+def predict(job: Job, setting: Setting, cluster: ClusterSpec) -> float:
+    """Predicted seconds of a forward and a backward pass."""
+    return sum(seconds(*layer_on(job, setting, cluster), backward).total for backward in (False, True))
 
 
 class Runner:

@@ -81,18 +81,18 @@ class Sum:
     """
 
     def __init__(self, like: Tensor) -> None:
-        self._like = like
-        self._dtype = accumulation_dtype(like.dtype)
+        self._shape = like.shape
+        self._like = like.new_empty(0, dtype=accumulation_dtype(like.dtype))
         self._total: Tensor | None = None
 
     def add(self, where: Where, share: Tensor) -> None:
         """Adds the gradient of `like[where]`. Takes ownership of it."""
-        if self._total is None and share.shape == self._like.shape:
-            self._total = share.to(self._dtype)
+        if self._total is None and share.shape == self._shape:
+            self._total = share.to(self._like.dtype)
             return
         self._total = self.result()
         self._total[where] += share
 
     def result(self) -> Tensor:
         """The gradient so far."""
-        return self._like.new_zeros(self._like.shape, dtype=self._dtype) if self._total is None else self._total
+        return self._like.new_zeros(self._shape) if self._total is None else self._total

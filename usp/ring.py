@@ -82,14 +82,17 @@ class Ring:
             dq, dk and dv, and with sinks their gradient, that of this rank's rows.
         """
         dout, q = self.kernel.arrange(dout), self.kernel.arrange(q)
-        row_side, dq, own, heads = (dout, q, out, lse), Sum(q), (Sum(k), Sum(v)), runs(self.groups)
-        # A half of the heads of this rank's own block is kept for the time of the last message.
-        visits = iter(halves(heads) if self._hops else [heads])
-        first = None
+        row_side, dq, heads = (dout, q, out, lse), Sum(q), runs(self.groups)
+        # Of a block that comes again half of the heads are kept, for the time of the last message.
+        now, later = halves(heads)
+        first, kept = None, {}
         for stop in self._walk(k, v):
             first = first or stop
-            if stop is first:
-                self._block_backward(row_side, stop, next(visits), dq, own)
+            if stop.comes_again:
+                kept[stop.owner] = tuple(map(Sum, _rows_first(stop.tensors)))
+                self._block_backward(row_side, stop, now, dq, kept[stop.owner])
+            elif stop.owner in kept:
+                self._block_backward(row_side, stop, later, dq, kept.pop(stop.owner))
             else:
                 self._block_backward(row_side, stop, heads, dq, tuple(map(Sum, _rows_first(stop.tensors))))
         assert first is not None and first.gradients is not None  # a walk begins at this rank's own block

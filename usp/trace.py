@@ -7,9 +7,9 @@ it. What torch computes inside a wait, such as sums of gradients, is computing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median_low
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,13 @@ from usp.probe import Meter
 from usp.topology import Topology
 
 PASSES = {"usp::attention": "forward", "usp::attention_backward": "backward"}
-KINDS = {"compute": "compute", "own part": "compute", "pack": "compute", "unpack": "compute", "wait": "wait"}
+KINDS: Mapping[str, Literal["compute", "wait"]] = {
+    "compute": "compute",
+    "own part": "compute",
+    "pack": "compute",
+    "unpack": "compute",
+    "wait": "wait",
+}
 BARRIER, STEP = "usp::trace barrier", "usp::trace step"
 BARRIERS = 20  # to compare clocks by, besides the one before each step
 ALONE_SECONDS = 0.3  # how long to look at the messages of a hop
@@ -115,8 +121,8 @@ def assemble(everyone: Sequence[Sequence[Mark]], transfers: Mapping[str, float])
     for rank, (marks, step, offset) in enumerate(zip(everyone, chosen, offsets, strict=True)):
         spans = read([mark for mark in marks if step.start <= mark.start < step.stop], rank)
         firsts = {span.label: span for span in reversed(spans) if span.kind == "start"}
-        spans += [replace(s, kind="transfer", stop=s.start + transfers[label]) for label, s in firsts.items()]
-        found += [replace(s, start=s.start - offset - zero, stop=s.stop - offset - zero) for s in spans]
+        spans += [s._replace(kind="transfer", stop=s.start + transfers[label]) for label, s in firsts.items()]
+        found += [s._replace(start=s.start - offset - zero, stop=s.stop - offset - zero) for s in spans]
     return Trace(tuple(found), transfers, seconds, error)
 
 

@@ -153,6 +153,14 @@ def test_an_all_gather_holds_the_blocks_of_all_ranks():
     assert dict(found.rows)["kv in flight"] == 9 * block + (3 * 7 + 1) * 2 * block
 
 
+@pytest.mark.parametrize(("transport", "gradients"), [("double_ring:4", 4), ("double_ring:2", 6)])
+def test_a_double_ring_holds_the_round_and_what_crosses(transport, gradients):
+    """Two blocks inside, two across; gradients: its own, two inside, the round's, and two across more nodes than two."""
+    block = 512 * 2 * 2 * 64 * 2
+    found = estimate(small(intermediate=1), Workload(seq_len=4096), 1, 8, transport=transport)
+    assert dict(found.rows)["kv in flight"] == (4 + 2 * gradients) * block
+
+
 def test_logits():
     """14 bytes a logit in training; in inference the last position of each sequence only."""
     assert rows(LLAMA3_8B, 1, 4)["logits"] == 14 * 128256 * 1024
@@ -276,7 +284,7 @@ def test_tensor_parallel_ranks_divide_all_but_the_residual_stream():
         ((0, 1), "ulysses_degree must be a positive integer, got 0"),
         ((1, -2), "ring_degree must be a positive integer, got -2"),
         ((16, 1), "ulysses_degree=16 is more than the 8 query heads of a tensor-parallel rank .* use 8 or fewer"),
-        ((1, 1, "zigzag", "pigeon"), "there is no transport 'pigeon' to plan with: there are p2p, all_gather"),
+        ((1, 1, "zigzag", "pigeon"), "there is no transport 'pigeon' to plan with: there are p2p, all_gather, double_"),
         ((1, 1, "zagzig"), "zagzig"),
     ],
 )

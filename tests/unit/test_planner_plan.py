@@ -145,7 +145,8 @@ def test_a_plan_is_legal_complete_ranked_and_adds_up(problem):
         unlike = not workload.mask.relative  # tokens, whatever the offset
         dealt = ["contiguous", "striped", "zigzag", *["balanced"] * unlike]
         all_ways = [(layout, transport) for layout in dealt for transport in ("all_gather", "p2p")]
-        assert ways == (sorted(all_ways) if r > 1 else [("contiguous", "p2p")])
+        plain = [way for way in ways if not way[1].startswith("double_ring:")]
+        assert plain == (sorted(all_ways) if r > 1 else [("contiguous", "p2p")])
 
     assert [c.fits for c in made.choices] == sorted((c.fits for c in made.choices), reverse=True)
     for kind in (True, False):
@@ -485,10 +486,11 @@ def test_an_uneven_layout_says_how_uneven():
 
 
 def test_ties_are_called_ties():
-    made = plan("llama3-8b", hardware.cluster("h100", 12, 6), seq_len="128K")
-    assert {"a tie; " in c.why for c in made.choices if 1.02 < c.slower < 1.05} == {True, False}
-    for choice in made.choices[1:]:
-        assert choice.why.startswith("a tie; ") == (choice.seconds < 1.03 * made.choices[0].seconds), choice
+    plans = [plan("llama3-8b", hardware.cluster("h100", 12, 6), seq_len=length) for length in ("128K", "256K")]
+    assert {"a tie; " in c.why for made in plans for c in made.choices if 1.02 < c.slower < 1.05} == {True, False}
+    for made in plans:
+        for choice in made.choices[1:]:
+            assert choice.why.startswith("a tie; ") == (choice.seconds < 1.03 * made.choices[0].seconds), choice
 
 
 def test_what_is_as_fast_says_so():
@@ -543,6 +545,34 @@ def test_what_does_not_fit_says_what_is_largest():
             f"needs {choice.memory_bytes / GIB:.1f} GiB of 80: {first[1] / GIB:.0f} of {first[0]} and "
             f"{second[1] / GIB:.0f} of {second[0]}"
         )
+
+
+@pytest.mark.parametrize(
+    ("degrees", "work_of", "offered"),
+    [
+        ((2, 8), {}, "double_ring:4"),
+        ((4, 4), {}, "double_ring:2"),
+        ((1, 16), {}, "double_ring:8"),
+        ((8, 2), {}, None),  # one rank in each node
+        ((16, 1), {}, None),
+        ((1, 8), {"data_parallel": 2}, None),  # one node
+        ((1, 16), {"window_size": (8, 0)}, None),  # blocks do not go all the way round
+    ],
+)
+def test_a_double_ring_is_offered_where_a_ring_has_several_ranks_in_each_of_several_nodes(degrees, work_of, offered):
+    one = Problem(model(16), hardware.cluster("h100", 16), work(is_causal=True, **work_of))
+    found = one.transports(*degrees, "contiguous")
+    assert found == ["p2p"] + ["all_gather"] * (degrees[1] > 1) + [offered] * (offered is not None)
+
+
+def test_a_double_ring_is_chosen_where_heads_do_not_fill_a_node():
+    """12 heads over two nodes of 8: U=4 leaves two ring ranks to each, and half as many blocks to the slow link."""
+    made = plan(model(12), hardware.cluster("h100", 16, inter="ethernet-100g"), work(seq_len=2**15, is_causal=False))
+    best = made.best
+    assert best is not None and (best.ulysses_degree, best.transport) == (4, "double_ring:2")
+    plain = next(c for c in made.choices if (c.ulysses_degree, c.transport) == (4, "p2p"))
+    assert best.bytes_ring == plain.bytes_ring and best.memory_bytes > plain.memory_bytes
+    assert best.seconds < 0.9 * plain.seconds
 
 
 def test_what_fits_comes_before_what_is_faster():

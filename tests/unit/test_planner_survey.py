@@ -77,6 +77,14 @@ def test_the_slowest_tiles_are_those_of_the_rank_with_most_work(schedule, budget
     assert 0 <= found.waiting < 1
 
 
+@pytest.mark.parametrize("hop", [1, 4, 7])
+def test_among_equals_the_rank_that_merges_most_rows(hop):
+    """Zigzag over 8 ranks, chunks of 4: at any hop some see half a block with all 8 rows, the others a block with 4."""
+    found = survey(Schedule(Mask.causal(), "zigzag", 64, 8), EVERYTHING)
+    assert len(set(found.work[hop])) == 1
+    assert sum(len(range(8)[tile.q]) for tile in found.slowest_tiles(hop)) == 8
+
+
 @pytest.mark.parametrize("name", layouts.names())
 @pytest.mark.parametrize("budget", [10, 100, 2**10, 2**14])
 def test_a_sample_keeps_to_its_budget_and_uses_it(name, budget):

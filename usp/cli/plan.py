@@ -184,11 +184,11 @@ def code(choice: Choice) -> str:
 
 def _table(choices: Sequence[Choice]) -> Iterator[str]:
     """Two lines for each choice: its figures, and why."""
-    yield "  U    R layout     transport    total compute   merge    ring all-to-all    GiB"
+    yield "  U    R layout     transport        total compute   merge    ring all-to-all    GiB"
     for c in choices:
         times = (c.seconds, c.seconds_compute, c.seconds_merge, c.seconds_ring)
         figures = "".join(f"{seconds:8.3g}" for seconds in times) + f"{c.seconds_all_to_all:11.3g}"
-        names = f"{c.layout:<10} {c.transport:<10}" if c.ring_degree > 1 else f"{'-':<10} {'-':<10}"
+        names = f"{c.layout:<10} {c.transport:<14}" if c.ring_degree > 1 else f"{'-':<10} {'-':<14}"
         yield f"{c.ulysses_degree:3} {c.ring_degree:4} {names}{figures}{c.memory_bytes / GIB:7.1f}"
         yield f"         {c.why}"
 

@@ -12,11 +12,13 @@ KINDS = {
     "compute": ("computing", "#4477aa", 0),
     "start": ("starting an exchange", "#aa3377", 0),
     "wait": ("waiting", "#ee6677", 0),
-    "transfer": ("messages, as long as alone", "#ccbb44", 1),
+    "transfer": ("messages", "#ccbb44", 1),
 }
 """Name, colour of Paul Tol's bright scheme, which colour-blind people tell apart, and lane of a rank."""
 ROWS = {"compute": ("compute",), "wait": ("start", "wait"), "transfer": ("transfer",)}
 """Rows of a viewer, and the kinds in them."""
+SHOWN = 16
+"""Most ranks that are drawn: of more, as many at even distances."""
 
 
 def draw(spans: Sequence[Span], path: Path, title: str) -> None:
@@ -30,11 +32,13 @@ def draw(spans: Sequence[Span], path: Path, title: str) -> None:
     except ImportError:
         raise InputError("--plot needs matplotlib: pip install 'usp-attention[plot]'") from None
     ranks = sorted({span.rank for span in spans})
+    if len(ranks) > SHOWN:
+        ranks = [ranks[round(place * (len(ranks) - 1) / (SHOWN - 1))] for place in range(SHOWN)]
     figure = Figure(figsize=(11, 1.6 + 0.8 * len(ranks)), layout="constrained")
     axes = figure.subplots()
     for kind, (name, colour, lane) in KINDS.items():
         for place, rank in enumerate(ranks):
-            bars = [(s.start * 1e3, (s.stop - s.start) * 1e3) for s in spans if (s.rank, s.kind) == (rank, kind)]
+            bars = [(s.start * 1e3, s.seconds * 1e3) for s in spans if (s.rank, s.kind) == (rank, kind)]
             edge = {"edgecolor": "white", "linewidth": 0.5} if kind == "transfer" else {}
             axes.broken_barh(bars, (place + 0.45 * lane, 0.4), color=colour, label=name * (place == 0), **edge)
     axes.set_yticks([place + 0.4 for place in range(len(ranks))], [f"rank {rank}" for rank in ranks], fontsize=8)
@@ -59,7 +63,7 @@ def chrome_events(spans: Sequence[Span]) -> dict[str, Any]:
     row_of = {kind: row for row, kinds in enumerate(ROWS.values()) for kind in kinds}
     events = [
         {"ph": "X", "name": s.label, "cat": s.kind, "pid": s.rank, "tid": row_of[s.kind]}
-        | {"ts": s.start * 1e6, "dur": (s.stop - s.start) * 1e6}
+        | {"ts": s.start * 1e6, "dur": s.seconds * 1e6}
         for s in spans
     ]
     return {"traceEvents": about + events, "displayTimeUnit": "ms"}

@@ -169,16 +169,23 @@ def _steps(
 ) -> tuple[tuple[int, Seconds], ...]:
     """(how often, what the busiest rank does with a block): its kernels, and joining their results to what it has."""
     layer = Layer(shape, schedule, ulysses_degree)
-    own = groups(shape.heads, shape.kv_heads, ulysses_degree, layer.busiest_ulysses_rank)
-    heads, seen = [run.q.stop - run.q.start for run in runs(own)], survey(schedule, BUDGET)
-    steps = [_step(shape, seen.slowest_tiles(index), heads, device, backward) for index in range(len(seen.hops))]
+    heads, seen = kernel_heads(layer), survey(schedule, BUDGET)
+    steps = [block_seconds(shape, seen.slowest_tiles(i), heads, device, backward) for i in range(len(seen.hops))]
     if schedule.ring_degree == 1:
         steps[0] = Seconds(steps[0].compute)  # a single block is not merged into anything
     return tuple((count, step) for (_, count), step in zip(seen.hops, steps, strict=True))
 
 
-def _step(shape: Shape, tiles: Sequence[Tile], heads: Sequence[int], device: DeviceSpec, backward: bool) -> Seconds:
-    """The kernel calls for some tiles, one for each run of heads, and joining their results."""
+def kernel_heads(layer: Layer) -> list[int]:
+    """Query heads of each kernel call that the busiest Ulysses rank makes for a tile: one for each uniform group."""
+    own = groups(layer.shape.heads, layer.shape.kv_heads, layer.ulysses_degree, layer.busiest_ulysses_rank)
+    return [run.q.stop - run.q.start for run in runs(own)]
+
+
+def block_seconds(
+    shape: Shape, tiles: Sequence[Tile], heads: Sequence[int], device: DeviceSpec, backward: bool
+) -> Seconds:
+    """The kernel calls for the tiles of a block, one for each of `kernel_heads`, and joining their results."""
     dims, launch, compute, rows = shape.head_dim + shape.value_dim, device.launch_us * 1e-6, 0.0, 0
     for tile in tiles:
         rows += (tile.q.stop - tile.q.start) * sum(heads)
@@ -190,34 +197,44 @@ def _step(shape: Shape, tiles: Sequence[Tile], heads: Sequence[int], device: Dev
 
 def _ring(layer: Layer, machine: Machine, steps: Sequence[tuple[int, Seconds]], backward: bool) -> float:
     """Seconds of the ring's transfers that are not hidden behind the steps."""
-    last = layer.schedule.hops
+    ring, last, width = layer.schedule.ring_degree, layer.schedule.hops, layer.width
     if not last:
         return 0.0
     elements = layer.schedule.length(0) * layer.token_elements(layer.busiest_ulysses_rank)
-    link, devices = machine.path(machine.ring)
-    block, gradient = elements * layer.shape.dtype_bytes, elements * layer.shape.gradient_bytes if backward else 0
-
-    def moving(sent: float) -> float:
-        return message_seconds(link, "ring", devices, sent) if sent else 0.0
-
-    first = steps[0][1].total
+    across, inside = machine.path(machine.ring), (machine.cluster.intra, machine.ring.devices)
+    moved = (elements * layer.shape.dtype_bytes, elements * layer.shape.gradient_bytes if backward else 0)
+    times = [step.total for count, step in steps for _ in range(count)]
     # Half of the work on its own block is kept for the time in which the last gradients come home.
-    kept = first / 2 if backward else 0.0
+    kept = times[0] / 2 if backward else 0.0
+    times[0] -= kept
     if layer.transport == "all_gather":
-        gather = moving(block * (layer.schedule.ring_degree - 1))
-        return _exposed(gather, first - kept, link) + _exposed(moving(gradient * last), kept, link)
-    exposed, hop = 0.0, 0
-    for count, step in steps:
-        for _ in range(count):
-            # The next block, and the gradients of the block before, move while this one is used.
-            sent = (block if hop < last else 0) + (gradient if hop > 1 else 0)
-            exposed += _exposed(moving(sent), step.total - (0.0 if hop else kept), link)
-            hop += 1
-    return exposed + _exposed(moving(gradient), kept, link)
+        return _exposed(across, moved[0] * (ring - 1), times[0]) + _exposed(across, moved[1] * last, kept)
+    lost = 0.0
+    if width < ring:
+        # Rounds inside nodes, at whose end gradients come home there, beside half of the round's first block. Of its
+        # own block a rank keeps that half for the last message across. Blocks cross meanwhile.
+        times += [0.0] * (ring - len(times))
+        rounds = [times[first : first + width] for first in range(0, ring, width)]
+        halves = [hops[0] / 2 if turn and backward else 0.0 for turn, hops in enumerate(rounds)]
+        exposed = [
+            _circulating(inside, moved, [hops[0] - half, *hops[1:]]) + _exposed(inside, moved[1], half)
+            for half, hops in zip(halves, rounds, strict=True)
+        ]
+        times, lost = [sum(pair) for pair in zip(map(sum, rounds), exposed, strict=True)], sum(exposed)
+    return lost + _circulating(across, moved, times) + _exposed(across, moved[1], kept)
 
 
-def _exposed(transfer: float, computing: float, link: LinkSpec) -> float:
-    """Seconds that a transfer adds to computing at the same time."""
+def _circulating(path: tuple[LinkSpec, int], moved: tuple[int, int], times: Sequence[float]) -> float:
+    """Seconds that moving adds to hops of so many: a block at each but the last, and gradients from the third on."""
+    block, gradient = moved
+    sizes = ((block if hop + 1 < len(times) else 0) + (gradient if hop > 1 else 0) for hop in range(len(times)))
+    return sum(_exposed(path, sent, time) for sent, time in zip(sizes, times, strict=True))
+
+
+def _exposed(path: tuple[LinkSpec, int], sent: int, computing: float) -> float:
+    """Seconds that a message adds to computing at the same time."""
+    link, devices = path
+    transfer = message_seconds(link, "ring", devices, sent) if sent else 0.0
     return max(transfer - computing, 0.0) + (1 - link.overlap) * min(transfer, computing)
 
 

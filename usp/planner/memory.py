@@ -19,7 +19,7 @@ from usp.errors import InputError
 from usp.heads import groups, runs
 from usp.mask import Mask
 from usp.planner.spec import ModelSpec, Workload
-from usp.planner.traffic import TRANSPORTS, Layer, Shape, bytes_all_to_all
+from usp.planner.traffic import TRANSPORTS, Layer, Shape, bytes_all_to_all, transport_kind
 from usp.schedule import Schedule
 
 FRAMEWORK_BYTES = 3 * 2**29
@@ -60,7 +60,7 @@ def estimate(
         ulysses_degree: ranks of a Ulysses group.
         ring_degree: ranks of a ring.
         layout: how positions are dealt to the ranks of the ring, if need be by the mask of the workload.
-        transport: what moves the blocks of the ring, "p2p" or "all_gather".
+        transport: what moves the blocks of the ring, "p2p", "all_gather" or "double_ring:W".
 
     Raises:
         InputError: a degree is not a positive integer, there are more Ulysses ranks than query heads, or there is no
@@ -78,7 +78,7 @@ def _layer(model: ModelSpec, workload: Workload, degrees: tuple[int, int], layou
     for name, degree in zip(("ulysses_degree", "ring_degree"), degrees, strict=True):
         if not isinstance(degree, int) or degree < 1:
             raise InputError(f"{name} must be a positive integer, got {degree!r}")
-    if transport not in TRANSPORTS:
+    if transport_kind(transport) not in TRANSPORTS:
         raise InputError(f"there is no transport {transport!r} to plan with: there are {', '.join(TRANSPORTS)}")
     shape = Shape.of(model, workload)
     if degrees[0] > shape.heads:
@@ -245,24 +245,33 @@ class _Rank:
 
     @property
     def forward_flight(self) -> int:
-        """Blocks of k and v: the present and the next one."""
+        """Blocks of k and v: the present and the next one; of a double ring those of the round, too."""
         return self._blocks(min(self.hops + 1, 2)) * self.kv
 
     @property
     def backward_flight(self) -> int:
         """The present and the next block, and float32 gradients: its own, of the block that leaves and of that to come.
 
-        With "all_gather" its own, and those that this rank keeps, sends and receives for each of the others.
+        With "all_gather" its own, and those that this rank keeps, sends and receives for each of the others. In a
+        double ring those of the round's block, too, and across more than two nodes what leaves and comes there.
         """
         others = 3 * self.hops if self.layer.transport == "all_gather" else 2
-        gradients = others + 1 if self.hops else 0
+        across = 1 + 2 * (self._rounds > 2) if self._rounds > 1 else 0
+        gradients = 1 + others + across if self.hops else 0
         return self._blocks(2) * self.kv + gradients * self._widened(self.kv)
 
     def _blocks(self, passing: int) -> int:
         """Blocks of k and v besides this rank's own: with "all_gather" those of all ranks, and its own once more."""
         if not self.hops:
             return 0
+        if self._rounds > 1:
+            return 4
         return self.layer.schedule.ring_degree + 1 if self.layer.transport == "all_gather" else passing
+
+    @property
+    def _rounds(self) -> int:
+        """Rounds inside nodes of a double ring; otherwise 1."""
+        return self.layer.schedule.ring_degree // self.layer.width
 
     def _widened(self, size: int) -> int:
         """Bytes of a tensor of the model's dtype after it was widened for accumulation."""

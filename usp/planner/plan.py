@@ -15,7 +15,7 @@ from usp.planner.cost import Machine, Seconds, all_to_all_seconds, seconds
 from usp.planner.memory import estimate
 from usp.planner.problem import Pass, Problem
 from usp.planner.spec import ClusterSpec, ModelSpec, Workload
-from usp.planner.traffic import TRANSPORTS, Layer, bytes_all_to_all, bytes_ring
+from usp.planner.traffic import TRANSPORTS, Layer, bytes_all_to_all, bytes_ring, transport_kind
 
 
 class Report(BaseModel):
@@ -31,7 +31,7 @@ class Choice(Report):
         ulysses_degree: ranks of a Ulysses group.
         ring_degree: ranks of a ring.
         layout: how positions are dealt to ring ranks; "balanced" is that of the workload's mask (`layouts.layout_for`).
-        transport: what moves the blocks of the ring.
+        transport: what moves the blocks of the ring; "double_ring:W" with W of its ranks in each node.
         ulysses_crosses_nodes: whether some Ulysses group spans nodes.
         ring_crosses_nodes: whether some ring spans nodes.
         seconds: attention in one step: forward, and in training backward and what is run again.
@@ -127,7 +127,9 @@ def plan(
     problem = Problem(model, cluster, workload or Workload.read({"seq_len": seq_len, "is_causal": model.vocab > 0}))
     rejected = {degrees: why for degrees in problem.degrees if (why := problem.objection(*degrees))}
     choices = [c for degrees in problem.degrees if degrees not in rejected for c in _choices(problem, *degrees)]
-    choices.sort(key=lambda c: (not c.fits, c.seconds, TRANSPORTS.index(c.transport), -c.ulysses_degree))
+    choices.sort(
+        key=lambda c: (not c.fits, c.seconds, TRANSPORTS.index(transport_kind(c.transport)), -c.ulysses_degree)
+    )
     return Plan(
         model=model,
         cluster=cluster,
@@ -142,7 +144,7 @@ def _choices(problem: Problem, ulysses_degree: int, ring_degree: int) -> Iterato
     """The choices of one pair of degrees. With one ring rank there is nothing for a layout or a transport to decide."""
     machine = problem.machines[ulysses_degree, ring_degree]
     for layout in _layouts(problem) if ring_degree > 1 else ["contiguous"]:
-        for transport in TRANSPORTS if ring_degree > 1 else TRANSPORTS[:1]:
+        for transport in problem.transports(ulysses_degree, ring_degree, layout):
             spent, to_all, round_ring = Seconds(), 0, 0
             for count, layer in problem.layers(ulysses_degree, ring_degree, layout, transport):
                 for kind, times in problem.passes.items():

@@ -73,6 +73,16 @@ class Problem:
             if count
         ]
 
+    def transports(self, ulysses_degree: int, ring_degree: int, layout: str) -> list[str]:
+        """What may move the blocks of a ring: a double one where all blocks are needed and nodes hold several ranks."""
+        if ring_degree == 1:
+            return ["p2p"]
+        found, span = ["p2p", "all_gather"], self.machines[ulysses_degree, ring_degree].ring
+        if span.crosses and span.local > 1 and ring_degree % span.local == 0:
+            layers = self.layers(ulysses_degree, ring_degree, layout, "p2p")
+            found += [f"double_ring:{span.local}"] * all(layer.schedule.hops == ring_degree - 1 for _, layer in layers)
+        return found
+
     @cached_property
     def machines(self) -> dict[tuple[int, int], Machine]:
         """By degrees, the cluster with the groups of both axes where `Topology.build` would put them."""

@@ -55,9 +55,15 @@ class Survey:
         return self.schedule.tiles(rank, (rank - self.hops[index][0]) % self.schedule.ring_degree)
 
     def slowest_tiles(self, index: int) -> tuple[Tile, ...]:
-        """The tiles of the rank that has most to compute at `hops[index]`."""
-        work = self.work[index]
-        return self.tiles(index, self.ranks[work.index(max(work))])
+        """The tiles of the rank that has most to compute at `hops[index]`.
+
+        Of several, of the first or the last, whose tiles have more rows to merge: under zigzag one of them has half the
+        rows of all columns, and the other all rows of half the columns.
+        """
+        most = max(self.work[index])
+        busiest = [rank for rank, work in zip(self.ranks, self.work[index], strict=True) if work == most]
+        ends = (self.tiles(index, rank) for rank in (busiest[0], busiest[-1]))
+        return max(ends, key=lambda tiles: sum(tile.q.stop - tile.q.start for tile in tiles))
 
 
 @lru_cache(maxsize=256)

@@ -2,15 +2,16 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import mean
+from typing import Literal, NamedTuple
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Something that a rank does.
 
     Attributes:
-        rank: global rank.
+        rank: global rank, or of the ring where one ring is looked at; of a transfer, its sender.
         kind: "compute", "start" or "wait" of its thread, or "transfer" of its messages.
         start: seconds since the step began.
         stop: the same.
@@ -18,10 +19,57 @@ class Span:
     """
 
     rank: int
-    kind: str
+    kind: Literal["compute", "start", "wait", "transfer"]
     start: float
     stop: float
     label: str
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One pass through a layer, as it was simulated.
+
+    Attributes:
+        spans: of all ranks, in the order in which they begin.
+        ideal_seconds: the kernels of all ranks, dealt evenly to them.
+        ranks: ranks of the ring.
+    """
+
+    spans: tuple[Span, ...]
+    ideal_seconds: float
+    ranks: int
+
+    @cached_property
+    def seconds(self) -> float:
+        """When the last rank has done."""
+        return max((span.stop for span in self.spans), default=0.0)
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the time that kernels would need if work were even and nothing else took time."""
+        return self.ideal_seconds / self.seconds if self.seconds else 1.0
+
+    @property
+    def hidden(self) -> float:
+        """Share of the transfers that computing hides: 1 - waiting / transfers, both summed over ranks; at least 0.
+
+        A rank that waits because others have more to compute counts as waiting, too.
+        """
+        moving = sum(self.totals("transfer"))
+        return max(0.0, 1 - sum(self.totals("wait")) / moving) if moving else 1.0
+
+    def totals(self, kind: str) -> list[float]:
+        """Seconds of one kind, of every rank."""
+        found = [0.0] * self.ranks
+        for span in self.spans:
+            if span.kind == kind:
+                found[span.rank] += span.seconds
+        return found
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,13 @@ from usp.planner.spec import ModelSpec, Workload
 from usp.positions import split
 from usp.schedule import Schedule
 
-TRANSPORTS = ("p2p", "all_gather")
-"""The transports between processes that the planner knows the traffic of."""
+TRANSPORTS = ("p2p", "all_gather", "double_ring")
+"""The kinds of transports between processes that the planner knows the traffic of."""
+
+
+def transport_kind(transport: str) -> str:
+    """The name of a transport without what it has after a colon."""
+    return transport.partition(":")[0]
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class Layer:
         shape: its tensors.
         schedule: mask, layout, global length and ring degree.
         ulysses_degree: ranks of a Ulysses group.
-        transport: what moves the blocks of the ring.
+        transport: what moves the blocks of the ring: "p2p", "all_gather", or "double_ring:W" with W ranks in each node.
     """
 
     shape: Shape
@@ -74,6 +79,11 @@ class Layer:
     def q_heads(self, ulysses_rank: int) -> int:
         """Query heads that a Ulysses rank computes."""
         return len(share(self.shape.heads, self.shape.heads, self.ulysses_degree, ulysses_rank))
+
+    @property
+    def width(self) -> int:
+        """Ring ranks of a node that form a ring of their own: all of them, but in a double ring."""
+        return int(self.transport.partition(":")[2] or self.schedule.ring_degree)
 
     def kv_heads(self, ulysses_rank: int) -> int:
         """Key/value heads that a Ulysses rank needs for them."""
@@ -122,12 +132,17 @@ def bytes_ring(layer: Layer, ring_rank: int, ulysses_rank: int, backward: bool =
     ring, hops, shape = layer.schedule.ring_degree, layer.schedule.hops, layer.shape
     if not hops:
         return 0
-    lengths = layer.schedule.lengths
-    passing = [lengths[(ring_rank - hop) % ring] for hop in range(hops + 1)]
-    # All-gather pads to the longest block.
-    tokens = (ring - 1) * max(lengths) if layer.transport == "all_gather" else sum(passing[:-1])
+    lengths, width = layer.schedule.lengths, layer.width
+    node, place = divmod(ring_rank, width)
+    steps = range(hops + 1 if width == ring else width)
+    rounds = [[lengths[(node - turn) * width + (place - s) % width] for s in steps] for turn in range(ring // width)]
+    across = [passing[0] for passing in rounds]
+    # All-gather pads to the longest block. A double ring's blocks go round nodes, and each round all of a node.
+    tokens = (ring - 1) * max(lengths)
+    if layer.transport != "all_gather":
+        tokens = sum(sum(passing[:-1]) for passing in rounds) + sum(across[:-1])
     # Its own share of its own block stays here. The others follow the blocks, or go straight to the owners.
-    gradient_tokens = sum(passing[1:]) if backward else 0
+    gradient_tokens = sum(sum(passing[1:]) for passing in rounds) + sum(across[1:]) if backward else 0
     sent = tokens * shape.dtype_bytes + gradient_tokens * shape.gradient_bytes
     return sent * layer.token_elements(ulysses_rank)
 

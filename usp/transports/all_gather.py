@@ -22,7 +22,7 @@ class AllGather(P2P):
     @override
     def circulate(self, own: Sequence[Tensor], shapes: Sequence[Sequence[Shape]], hops: int) -> Iterator[Stop]:
         work, gathered = self._gather(own, shapes) if hops else (None, [])
-        first, others = Stop(self.rank, list(own)), []
+        first, others = Stop(self.rank, list(own), comes_again=hops > 0), []
         with span("usp::ring hop 0: compute"):
             yield first
         with span("usp::ring hop 0: wait"):
@@ -40,6 +40,7 @@ class AllGather(P2P):
         numel, like = sum(map(math.prod, shapes[self.rank])), sends[others[-1].owner]
         receives = {(self.rank + hop) % self.size: like.new_empty(numel) for hop in range(1, hops + 1)}
         flight = self.exchange(sends, receives)
+        first.comes_again = False
         with span("usp::ring home: compute"):
             yield first
         with span("usp::ring home: wait"):

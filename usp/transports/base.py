@@ -67,7 +67,7 @@ class Transport(ABC):
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         numels = [sum(map(math.prod, block)) for block in shapes]
         block = flatten(own) if hops else own[0].new_empty(0)
-        first = stop = Stop(self.rank, unflatten(block, shapes[self.rank]) if hops else list(own))
+        first = stop = Stop(self.rank, unflatten(block, shapes[self.rank]) if hops else list(own), comes_again=hops > 0)
         behind: Move | None = None
         for hop in range(hops + 1):
             following = (stop.owner - 1) % self.size
@@ -88,6 +88,7 @@ class Transport(ABC):
                     block = ahead.wait()
                     stop = Stop(following, unflatten(block, shapes[following]))
         if behind is not None:
+            first.comes_again = False
             with span("usp::ring home: compute"):
                 yield first
             with span("usp::ring home: wait"):
@@ -108,11 +109,13 @@ class Stop:
         tensors: the block.
         gradients: what this rank adds to the block's gradients. The caller leaves them here, and gives them up: every
             rank of a ring at every stop, or none at any.
+        comes_again: whether this stop comes a second time if gradients are left, with those of both times then.
     """
 
     owner: int
     tensors: list[Tensor]
     gradients: list[Tensor] | None = None
+    comes_again: bool = False
 
 
 class Move:

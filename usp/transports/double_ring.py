@@ -52,24 +52,30 @@ class DoubleRing(Transport):
         first: Stop | None = None
         for turn in self._across.circulate(own, shapes[self._inside.rank :: self._width], self._across.size - 1):
             if first is not None and turn.owner == self._across.rank:  # the last message across is under way
+                first.comes_again = False
                 yield first
                 if first.gradients is not None and turn.gradients is not None:
                     add_(first.gradients, turn.gradients)
                 turn.gradients = first.gradients
                 continue
-            begin, head = turn.owner * self._width, None
+            begin = turn.owner * self._width
+            head: Stop | None = None  # of the round; it comes again inside the node, but the first one across nodes
+            start: Stop | None = None
             for inner in self._inside.circulate(turn.tensors, shapes[begin : begin + self._width], self._width - 1):
-                if inner is head:  # the last message of the node is under way: nothing is kept for it
+                if head is None or inner is not start:
+                    stop = Stop(begin + inner.owner, inner.tensors, comes_again=inner.comes_again)
+                    start, head, first = start or inner, head or stop, first or stop
+                elif head is first:
                     continue
-                head, stop = head or inner, Stop(begin + inner.owner, inner.tensors)
-                first = first or stop
+                else:
+                    stop, head.comes_again = head, False
                 yield stop
                 if stop is first:  # its gradients are this rank's own, and not yet all of them
-                    first.tensors = list(own)
+                    stop.tensors = list(own)
                 else:
                     inner.gradients = stop.gradients
-            assert head is not None  # a ring has at least one stop
-            turn.gradients = head.gradients
+            assert start is not None  # a ring has at least one stop
+            turn.gradients = start.gradients
 
 
 class Part(Transport):
