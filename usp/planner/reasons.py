@@ -57,8 +57,9 @@ def remedies(problem: Problem) -> Iterator[str]:
         if _fits(_grown(lean, nodes)):
             yield f"{words}{nodes} nodes ({nodes * cluster.gpus_per_node} devices)"
             break
+    least = max(1, workload.prefix, workload.sinks)
     for shorter in (workload.seq_len >> i for i in range(1, 40)):
-        if shorter and not workload.documents and _fits(_changed(lean, seq_len=shorter)):
+        if shorter >= least and not workload.documents and _fits(_changed(lean, seq_len=shorter)):
             yield f"{words}{shorter} tokens"
             break
 
