@@ -31,8 +31,9 @@ check: .venv/.ready ## lint, formatting and types
 	@echo "== pyright"
 	@$(BIN)/pyright
 
-bench: .venv/.ready ## measure attention; prints ratios from one run
+bench: .venv/.ready ## measure attention; prints ratios from one run and writes docs/benchmarks.md
 	@$(BIN)/python benchmarks/attention.py
+	@$(BIN)/python benchmarks/report.py
 
 clean: ## remove .venv, caches and build output
 	@rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis

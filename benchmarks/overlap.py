@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 import typer
 from machine import describe
-from problem import Problem, measure
+from problem import Problem, Side, measure, sdpa
 from team import machine_seconds
 from two_hosts import shape
 
@@ -40,6 +40,7 @@ from usp.planner.traffic import Layer, Shape
 from usp.trace import Trace, trace
 
 RATE, CORES = "1gbit", os.cpu_count() or 1
+SDPA = Side("SDPA, 2 threads", None, sdpa)
 DRAWN = (Problem(4096, True), 2)
 """Of which there is a picture, and processes on each host."""
 Row = dict[str, Any]
@@ -133,7 +134,7 @@ def one_process(problem: Problem) -> list[float]:
     seconds = []
     if dist.get_rank() == 0:
         torch.set_num_threads(2)
-        seconds = [measure(0, problem, None).both for _ in range(4)][1:]
+        seconds = [measure(0, problem, SDPA).both for _ in range(4)][1:]
         torch.set_num_threads(1)
     dist.barrier()
     return seconds

@@ -1,13 +1,15 @@
-"""One attention problem, solved by torch's attention in one process or by usp in several, and the error of either.
+"""One attention problem, solved by torch's attention in one process or in several by usp or a peer, and the errors.
 
 B batch, S sequence, H query heads, G kv heads, D head_dim. Functions with `rank` first run in the processes of a team.
 """
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +19,6 @@ from torch import Tensor
 import usp
 
 RESULTS = ("out", "dq", "dk", "dv")
-EXACT_UP_TO = 4096
-"""Longest sequence that is compared with a float64 reference; beyond, with torch's attention in float32."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Problem:
     head_dim: int = 64
 
     def __str__(self) -> str:
-        heads = "" if self.kv_heads == self.heads else f" kv_heads {self.kv_heads}"
+        heads = f" kv_heads {self.kv_heads}" if self.is_grouped else ""
         return f"S {self.seq_len} {'causal' if self.causal else 'full'} {self.dtype}{heads}"
 
     @property
-    def layout(self) -> str:
-        return "zigzag" if self.causal else "contiguous"
+    def is_grouped(self) -> bool:
+        return self.kv_heads != self.heads
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,37 @@ class Grid:
 
 
 @dataclass(frozen=True)
+class Shards:
+    """A rank's part of a problem.
+
+    Attributes:
+        positions: the global positions of its tokens, (S_local,).
+        attend: out from q, k and v.
+        heads_first: whether q, k and v are (B, H, S_local, D) rather than (B, S_local, H, D), and whether out is.
+        around: entered around each forward and backward pass, outside the clock.
+    """
+
+    positions: Tensor
+    attend: Callable[[Tensor, Tensor, Tensor], Any]
+    heads_first: tuple[bool, bool] = (False, False)
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way to solve a problem; without a grid, in one process. `cut` runs in each process, once for a problem."""
+
+    name: str
+    grid: Grid | None
+    cut: Callable[[Problem, Grid | None], Shards]
+    note: str = ""
+    is_peer: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.grid or ''}".rstrip() + f", {self.note}" * bool(self.note)
+
+
+@dataclass(frozen=True)
 class Seconds:
     """From the start to the output, and on to the gradients."""
 
@@ -70,41 +101,46 @@ class Seconds:
     both: float
 
 
-def measure(rank: int, problem: Problem, grid: Grid | None) -> Seconds:
+def sdpa(problem: Problem, grid: Grid | None) -> Shards:
+    """torch's attention, over all tokens in each process."""
+    attend = partial(F.scaled_dot_product_attention, is_causal=problem.causal, enable_gqa=problem.is_grouped)
+    return Shards(torch.arange(problem.seq_len), attend, heads_first=(True, True))
+
+
+def with_usp(problem: Problem, grid: Grid | None) -> Shards:
+    return _with_usp(problem, grid, "zigzag" if problem.causal else "contiguous")
+
+
+def with_usp_striped(problem: Problem, grid: Grid | None) -> Shards:
+    return _with_usp(problem, grid, "striped")
+
+
+def _with_usp(problem: Problem, grid: Grid | None, layout: str) -> Shards:
+    assert grid is not None
+    topology = usp.Topology.build(grid.ulysses, grid.ring)
+    attend = partial(usp.attention, topology=topology, layout=layout, is_causal=problem.causal)
+    return Shards(usp.positions(problem.seq_len, topology, layout), attend)
+
+
+def measure(rank: int, problem: Problem, side: Side) -> Seconds:
     """One call, forward and backward. Inputs exist, shards are cut and nothing is gathered while the clock runs."""
-    attend, (q, k, v), dout = _task(problem, grid)
-    if grid is not None:
-        dist.barrier()
-    start = time.perf_counter()
-    out = attend(q, k, v)
-    middle = time.perf_counter()
-    torch.autograd.grad(out, (q, k, v), dout)
-    return Seconds(middle - start, time.perf_counter() - start)
+    return _solve(problem, side)[0]
 
 
-def solve(problem: Problem, grid: Grid | None) -> list[Tensor]:
-    """This rank's rows (B, S, H, D) of out, dq, dk and dv."""
-    attend, qkv, dout = _task(problem, grid)
-    out = attend(*qkv)
-    results = [out.detach(), *torch.autograd.grad(out, qkv, dout)]
-    return [t.transpose(1, 2) for t in results] if grid is None else results
+def compare(rank: int, problem: Problem, side: Side, path: Path) -> list[tuple[float, float]]:
+    """Squared norms of difference and reference over this rank's rows, for each of `RESULTS`."""
+    shards = _task(problem, side)[0]
+    reference = torch.load(path, mmap=True)
+    found = []
+    for name, result in zip(RESULTS, _solve(problem, side)[1], strict=True):
+        expected = reference[name][:, shards.positions]
+        found.append(((result.double() - expected).square().sum().item(), expected.square().sum().item()))
+    return found
 
 
 def save_reference(rank: int, problem: Problem, path: Path) -> None:
-    """Writes what `errors` compares with."""
-    exact = problem.seq_len <= EXACT_UP_TO
-    results = _float64(problem) if exact else solve(problem, None)
-    torch.save(dict(zip(RESULTS, (t.contiguous() for t in results), strict=True)), path)
-
-
-def errors(rank: int, problem: Problem, grid: Grid | None, path: Path) -> list[tuple[float, float]]:
-    """Squared norms of difference and reference over this rank's rows, for each of `RESULTS`."""
-    reference = torch.load(path)
-    found = []
-    for name, result in zip(RESULTS, solve(problem, grid), strict=True):
-        expected = _cut(reference[name], problem, grid).double()
-        found.append(((result.double() - expected).square().sum().item(), expected.square().sum().item()))
-    return found
+    """Writes what `compare` compares with: `RESULTS` in float64."""
+    torch.save(dict(zip(RESULTS, (t.contiguous() for t in _float64(problem)), strict=True)), path)
 
 
 def capabilities(rank: int) -> dict[str, bool]:
@@ -115,30 +151,34 @@ def capabilities(rank: int) -> dict[str, bool]:
     }
 
 
-@lru_cache(maxsize=4)
-def _task(
-    problem: Problem, grid: Grid | None
-) -> tuple[Callable[[Tensor, Tensor, Tensor], Tensor], tuple[Tensor, Tensor, Tensor], Tensor]:
-    """A function of q, k and v, their values, and the gradient of its output."""
-    whole = _inputs(problem)
-    if grid is None:
-        q, k, v, dout = (t.transpose(1, 2).contiguous() for t in whole)
-    else:
-        q, k, v, dout = (_cut(t, problem, grid) for t in whole)
-    qkv = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+def _solve(problem: Problem, side: Side) -> tuple[Seconds, list[Tensor]]:
+    """The time of one call, and this rank's rows of `RESULTS`, (B, S_local, heads, D)."""
+    shards, qkv, dout = _task(problem, side)
+    with shards.around():
+        if dist.is_initialized():
+            dist.barrier()
+        start = time.perf_counter()
+        out = shards.attend(*qkv)
+        middle = time.perf_counter()
+        gradients = torch.autograd.grad(out, qkv, dout)
+        seconds = Seconds(middle - start, time.perf_counter() - start)
+    inner, outer = shards.heads_first
+    return seconds, [_ordered(out.detach(), outer), *(_ordered(x, inner) for x in gradients)]
 
-    def one_process(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        grouped = problem.heads != problem.kv_heads
-        return F.scaled_dot_product_attention(q, k, v, is_causal=problem.causal, enable_gqa=grouped)
 
-    def sharded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        assert grid is not None
-        topology = usp.Topology.build(grid.ulysses, grid.ring)
-        out = usp.attention(q, k, v, topology=topology, layout=problem.layout, is_causal=problem.causal)
-        assert isinstance(out, Tensor)
-        return out
+@lru_cache(maxsize=16)
+def _task(problem: Problem, side: Side) -> tuple[Shards, tuple[Tensor, Tensor, Tensor], Tensor]:
+    """The rank's part, its q, k and v, and the gradient of its out."""
+    shards = side.cut(problem, side.grid)
+    *qkv, dout = (x[:, shards.positions] for x in _inputs(problem))
+    inner, outer = shards.heads_first
+    q, k, v = (_ordered(x, inner).contiguous().requires_grad_() for x in qkv)
+    return shards, (q, k, v), _ordered(dout, outer).contiguous()
 
-    return one_process if grid is None else sharded, qkv, dout
+
+def _ordered(x: Tensor, heads_first: bool) -> Tensor:
+    """(B, S, H, D) as (B, H, S, D), or back."""
+    return x.transpose(1, 2) if heads_first else x
 
 
 def _inputs(problem: Problem) -> list[Tensor]:
@@ -147,10 +187,6 @@ def _inputs(problem: Problem) -> list[Tensor]:
     heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
     shapes = ((1, problem.seq_len, h, problem.head_dim) for h in heads)
     return [torch.randn(shape, generator=random).to(getattr(torch, problem.dtype)) for shape in shapes]
-
-
-def _cut(x: Tensor, problem: Problem, grid: Grid | None) -> Tensor:
-    return x if grid is None else usp.shard(x, usp.Topology.build(grid.ulysses, grid.ring), layout=problem.layout)
 
 
 def _float64(problem: Problem, block: int = 512) -> list[Tensor]:

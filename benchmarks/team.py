@@ -7,27 +7,38 @@ read theirs once, when they are loaded.
 import multiprocessing as mp
 import os
 import shutil
+import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
+class RankError(RuntimeError):
+    """What a rank raised: `failure` is the kind and the first line, or "died"."""
+
+    def __init__(self, rank: str, failure: str, trace: str) -> None:
+        super().__init__(f"{rank}: {failure}\n{trace}".rstrip())
+        self.failure = failure
+
+
 class Team:
-    """`ranks` processes of `threads` threads each, in one process group.
+    """`ranks` processes of `threads` threads each, in one process group; `silent` ones print nothing.
 
     with Team(2) as team:
         results = team.run(work, 1024)      # work(rank, 1024) in every process, at module level; results by rank
     """
 
-    def __init__(self, ranks: int, threads: int = 1, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, ranks: int, threads: int = 1, environment: Mapping[str, str] | None = None, *, silent: bool = False
+    ) -> None:
         context = mp.get_context("spawn")
         self._folder = tempfile.mkdtemp()
         self._pipes: list[Connection] = []
@@ -36,23 +47,33 @@ class Team:
             for rank in range(ranks):
                 ours, theirs = context.Pipe()
                 store = str(Path(self._folder) / "store")
-                process = context.Process(target=_serve, args=(rank, ranks, threads, store, theirs), daemon=True)
+                process = context.Process(
+                    target=_serve, args=(rank, ranks, threads, store, theirs, silent), daemon=True
+                )
                 process.start()
                 theirs.close()
                 self._pipes.append(ours)
                 self._processes.append(process)
 
     def run(self, work: Callable[..., Any], *args: Any) -> list[Any]:
-        """`work(rank, *args)` in every process; results in rank order. Raises RuntimeError if a rank does."""
+        """`work(rank, *args)` in every process; results in rank order.
+
+        Raises RankError as soon as a rank raises or dies. The team is then of no more use, even if all ranks raise:
+        another may wait for that rank, and gloo may spin on a message that nobody takes.
+        """
         for pipe in self._pipes:
             pipe.send((work, args))
-        results = []
-        for rank, pipe in enumerate(self._pipes):
-            good, value = pipe.recv()
-            if not good:
-                raise RuntimeError(f"rank {rank} of {len(self._pipes)} failed:\n{value}")
-            results.append(value)
-        return results
+        results: dict[Connection, Any] = {}
+        while waiting := [pipe for pipe in self._pipes if pipe not in results]:
+            for pipe in wait(waiting):
+                assert isinstance(pipe, Connection)
+                try:
+                    failure, results[pipe] = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    failure, results[pipe] = "died", ""
+                if failure:
+                    raise RankError(f"rank {self._pipes.index(pipe)} of {len(self._pipes)}", failure, results[pipe])
+        return [results[pipe] for pipe in self._pipes]
 
     def cpu_seconds(self) -> float:
         """What the processes have computed since they started, by the kernel's clock of 10 ms ticks."""
@@ -133,18 +154,24 @@ def _environment(extra: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _serve(rank: int, ranks: int, threads: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, ranks: int, threads: int, store: str, pipe: Connection, silent: bool) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sees it too, and ends the team
+    if silent:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+            os.dup2(nowhere.fileno(), 2)
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(threads)
     if ranks > 1:
-        wait = timedelta(minutes=10)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=wait)
+        timeout = timedelta(minutes=10)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timeout)
     with suppress(EOFError):
         while True:
             work, args = pipe.recv()
             try:
-                pipe.send((True, work(rank, *args)))
-            except BaseException:
-                pipe.send((False, traceback.format_exc()))
+                pipe.send(("", work(rank, *args)))
+            except Exception as error:
+                message = next(iter(str(error).strip().splitlines()), "")
+                pipe.send((f"{type(error).__name__}: {message}".removesuffix(": "), traceback.format_exc()))

@@ -155,7 +155,7 @@ def test_an_all_gather_holds_the_blocks_of_all_ranks():
 
 @pytest.mark.parametrize(("transport", "gradients"), [("double_ring:4", 4), ("double_ring:2", 6)])
 def test_a_double_ring_holds_the_round_and_what_crosses(transport, gradients):
-    """Two blocks inside, two across; gradients: its own, two inside, the round's, and two across more nodes than two."""
+    """Two blocks inside, two across; gradients: its own, two inside, the round's, two across more than two nodes."""
     block = 512 * 2 * 2 * 64 * 2
     found = estimate(small(intermediate=1), Workload(seq_len=4096), 1, 8, transport=transport)
     assert dict(found.rows)["kv in flight"] == (4 + 2 * gradients) * block
