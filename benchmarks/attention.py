@@ -38,6 +38,7 @@ from problem import (
     save_reference,
     sdpa,
     with_usp,
+    with_usp_contiguous,
     with_usp_striped,
 )
 from rich import box
@@ -237,6 +238,7 @@ def sides(problem: Problem, grids: Sequence[Grid], peers: bool) -> list[Side]:
     found = [Side("usp", grid, with_usp) for grid in grids]
     if problem.causal and Grid(1, 2) in grids:
         found.append(Side("usp", Grid(1, 2), with_usp_striped, "striped"))
+        found.append(Side("usp", Grid(1, 2), with_usp_contiguous, "contiguous"))
     return found + (others.sides(grids) if peers else [])
 
 

@@ -115,6 +115,10 @@ def with_usp_striped(problem: Problem, grid: Grid | None) -> Shards:
     return _with_usp(problem, grid, "striped")
 
 
+def with_usp_contiguous(problem: Problem, grid: Grid | None) -> Shards:
+    return _with_usp(problem, grid, "contiguous")
+
+
 def _with_usp(problem: Problem, grid: Grid | None, layout: str) -> Shards:
     assert grid is not None
     topology = usp.Topology.build(grid.ulysses, grid.ring)
