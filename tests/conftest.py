@@ -17,9 +17,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and torch.cuda.is_available() is False"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pool() -> Iterator[Callable[[int], Pool]]:
-    """`pool(n)`: n gloo processes, started once a session (and again after a failure)."""
+    """`pool(n)`: n gloo processes, started once a module (and again after a failure).
+
+    Not once a session: every group has a thread that wakes 60 times a second, and idle pools would use half a core.
+    """
     pools: dict[int, Pool] = {}
 
     def get(world_size: int) -> Pool:
