@@ -343,6 +343,9 @@ def main(
     if missing:
         console.print(f"left out, not installed: {', '.join(missing)}: {others.INSTALL}", soft_wrap=True)
     results: list[dict[str, Any]] = []
+    settings = {"repeats": repeats, "quiet": QUIET, "no_amx": no_amx, "all_sides_up_to": ALL_SIDES_UP_TO}
+    settings |= {"peers": others.versions() if peers else {}}
+    out.parent.mkdir(parents=True, exist_ok=True)
 
     def run(batch: list[Problem], environment: dict[str, str]) -> bool:
         """Whether the processes had AMX."""
@@ -353,16 +356,14 @@ def main(
                 found = rows(problem, bench.run(problem, sides(problem, grids, peers), repeats, patience), note)
                 show(problem, found, note)
                 results.extend(found)
+                # After every problem: a run is long, and what was measured is worth keeping if it is ended.
+                out.write_text(json.dumps({"machine": info, "settings": settings, "results": results}, indent=2) + "\n")
         return has_amx
 
     half = [problem for problem in wanted if problem.dtype != "float32"]
     if run(wanted, NO_AMX if no_amx else {}) and half:
         run(half, NO_AMX)
 
-    out.parent.mkdir(parents=True, exist_ok=True)
-    settings = {"repeats": repeats, "quiet": QUIET, "no_amx": no_amx, "all_sides_up_to": ALL_SIDES_UP_TO}
-    settings |= {"peers": others.versions() if peers else {}}
-    out.write_text(json.dumps({"machine": info, "settings": settings, "results": results}, indent=2) + "\n")
     console.print(f"written: {os.path.relpath(out)}")
 
 
