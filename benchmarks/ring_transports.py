@@ -57,6 +57,7 @@ def main() -> None:
             if topology.rank == 0:
                 cells = (f"{seconds * 1e3:.0f}" for seconds in found)
                 print(f"S {seq_len} kv_heads {kv_heads}", *cells, sep=" | ", flush=True)
+    dist.barrier()  # nobody leaves while another still reads from it
     dist.destroy_process_group()
 
 
