@@ -39,6 +39,8 @@ from usp.topology import Topology
 
 MOST_SETTLED = 256
 """Different calls that a module remembers."""
+TENSORS = ("sinks", "alibi_slopes", "joint")
+"""Options that are tensors, of whose values nothing depends but results."""
 
 
 @dataclass(frozen=True)
@@ -277,8 +279,8 @@ def _settle_once(qkv: QKV, config: _Config, seq_len: int | None, options: Attent
     gradients = torch.is_grad_enabled()
     if torch.compiler.is_compiling():
         return _settle(qkv, config, seq_len, options, gradients)
-    given = {name: _plain_value(x) for name, x in options.items()}
-    call = (*map(_like, qkv), seq_len, tuple(given.items()), gradients)
+    given = ((name, _plain_value(x, name)) for name, x in options.items())
+    call = (*map(_like, qkv), _plain_value(seq_len), tuple(given), gradients)
     try:
         if (found := config.settled.get(call)) is not None:
             return found
@@ -309,11 +311,11 @@ def _like(x: Tensor) -> _Like:
     return _Like(x.shape, x.dtype, x.device, x.requires_grad)
 
 
-def _plain_value(option: Any) -> Any:
-    """What an option says to `_settle`, as a key of a dictionary."""
+def _plain_value(option: Any, name: str = "") -> Any:
+    """What an option says to `_settle`, as a key of a dictionary: a tensor's values, but where they decide nothing."""
     if isinstance(option, Tensor):
-        return _like(option) if option.dtype.is_floating_point else _plain_value(option.tolist())
-    return tuple(map(_plain_value, option)) if isinstance(option, (list, tuple)) else option
+        return _like(option) if name in TENSORS else _plain_value(option.tolist())
+    return tuple(_plain_value(x, name) for x in option) if isinstance(option, (list, tuple)) else option
 
 
 def _as_batch(qkv: QKV, options: AttentionOptions) -> tuple[QKV, AttentionOptions, bool]:
