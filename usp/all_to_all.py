@@ -22,6 +22,7 @@ from usp.transports.p2p import P2P, resolve
 Index = tuple[slice, slice, slice]
 
 _share = lru_cache(maxsize=4096)(share)
+"""Asked for every part of every message; `share` itself is traced by torch.compile, which cannot look into a cache."""
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,8 @@ class Ring:
 
     def _block_forward(self, q: Tensor, stop: Stop, total: Accumulator) -> None:
         """Merges one block's attention into the total. A function, so nothing of a block outlives it."""
-        (k, v), pieces = _rows_first(stop.tensors), list(self._pieces(stop.owner, q, runs(self.groups)))
+        k, v = map(self.kernel.arrange, _rows_first(stop.tensors))
+        pieces = list(self._pieces(stop.owner, q, runs(self.groups)))
         results = self.kernel.forward_many(
             Forward(q[rows], k[columns], v[columns], tile.band, scores) for rows, columns, tile, scores in pieces
         )
@@ -138,7 +139,7 @@ class Ring:
 
     def _walk(self, k: Tensor, v: Tensor) -> Iterator[Stop]:
         """Every rank's keys and values as they come by, heads first; this rank's own first."""
-        own = _heads_first([k, v] if self._hops else [self.kernel.arrange(t) for t in (k, v)])
+        own = _heads_first([k, v])
         lengths = self.schedules[0].of_keys.lengths
         shapes = [
             [(batch, kv_heads, length, dim) for batch, kv_heads, _, dim in (t.shape for t in own)] for length in lengths
