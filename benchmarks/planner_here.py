@@ -148,11 +148,17 @@ def table(job: Job, measured: dict[Setting, float], predicted: dict[Setting, flo
     return [*lines, "", f"Regret of the choice ({chosen}): {measured[chosen] / best:.2f}; {order}{faults}.", ""]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="The planner against measurements on this machine.")
+def options(description: str) -> argparse.ArgumentParser:
+    """The options of every comparison with this machine."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--cluster", type=Path, required=True, help="what `usp probe` wrote")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--jobs", type=int, nargs="*", default=range(len(JOBS)), help="numbers of jobs, from 0")
+    return parser
+
+
+def main() -> None:
+    parser = options("The planner against measurements on this machine.")
     parser.add_argument("--write", type=Path, help="append to a page of Markdown")
     arguments = parser.parse_args()
     cluster = ClusterSpec.read(arguments.cluster)

@@ -7,14 +7,12 @@ and over slow links between two hosts as in `planner_here.py`, whose jobs, setti
 of the slowest rank for one forward and backward pass.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from planner_here import JOBS, Job, Setting, layer_on, measure
+from planner_here import JOBS, Job, Setting, layer_on, measure, options
 
 from usp.planner.programs import Work
 from usp.planner.simulate import simulate
@@ -46,10 +44,7 @@ def summary(ratios: Sequence[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The simulation against measurements on this machine.")
-    parser.add_argument("--cluster", type=Path, required=True, help="what `usp probe` wrote")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--jobs", type=int, nargs="*", default=range(len(JOBS)), help="numbers of jobs, from 0")
+    parser = options("The simulation against measurements on this machine.")
     parser.add_argument("--seq-len", type=int, help="tokens, in place of those of the jobs")
     arguments = parser.parse_args()
     cluster = ClusterSpec.read(arguments.cluster)
