@@ -9,11 +9,21 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from usp.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from usp.attention import USPAttention, attention
     from usp.batch import check_batch, shard_batch
     from usp.decode import decode, extend
-    from usp.errors import AgreementError, InputError, KernelError, TopologyError, TransportError, USPError
+    from usp.errors import (
+        AgreementError,
+        InputError,
+        KernelError,
+        NumericsError,
+        TopologyError,
+        TransportError,
+        USPError,
+    )
     from usp.kv_cache import KVCache
     from usp.layouts import layout_for
     from usp.loss import check_replicas, count_targets, cross_entropy, linear_cross_entropy
@@ -24,8 +34,6 @@ if TYPE_CHECKING:
     from usp.shard import positions, shard, unshard
     from usp.topology import Topology
 
-__version__ = "0.1.0"
-
 __all__ = [
     "AgreementError",
     "Band",
@@ -35,6 +43,7 @@ __all__ = [
     "KernelError",
     "Mask",
     "ModelSpec",
+    "NumericsError",
     "Plan",
     "Schedule",
     "Topology",
@@ -68,6 +77,7 @@ _HOME = {
     "KernelError": "errors",
     "Mask": "mask",
     "ModelSpec": "planner.spec",
+    "NumericsError": "errors",
     "Plan": "planner.plan",
     "Schedule": "schedule",
     "Topology": "topology",

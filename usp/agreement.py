@@ -6,9 +6,10 @@ keys.
 """
 
 import json
+import os
 import time
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
@@ -16,6 +17,9 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from usp.errors import AgreementError, InputError
 
 Facts = Mapping[str, Hashable]
+CHECKS = ("first", "always", "debug", "off")
+HEARD_WITHIN = timedelta(seconds=2)
+"""How long a rank that failed has for saying whom it waited for: ranks that wait in turn fail almost together."""
 
 
 @dataclass(frozen=True)
@@ -24,16 +28,28 @@ class Options:
 
     Attributes:
         check: when they compare the arguments of a call before communicating: "first" (each new combination of shapes,
-            dtypes and arguments), "always", or "off" (no `Agreement` is made).
-        timeout: how long they wait for each other there.
+            dtypes and arguments), "always", "debug" (always, and what is computed must be finite), or "off" (no
+            `Agreement` is made). By default what the environment variable USP_CHECK says, else "first".
+        timeout: how long they wait for each other, there and for messages.
     """
 
-    check: str = "first"
-    timeout: timedelta = timedelta(minutes=5)
+    check: str = field(default_factory=lambda: os.environ.get("USP_CHECK", "first"))
+    timeout: timedelta = timedelta(minutes=10)
 
     def __post_init__(self) -> None:
-        if self.check not in ("first", "always", "off"):
-            raise InputError(f"check is {self.check!r}: it must be 'first', 'always' or 'off'")
+        if self.check not in CHECKS:
+            raise InputError(
+                f"check (by default what the environment variable USP_CHECK says) is {self.check!r}: it must be one of "
+                f"{', '.join(CHECKS)}"
+            )
+        if self.timeout <= timedelta(0):
+            raise InputError(f"timeout is {self.timeout}: it must be above 0")
+
+    @classmethod
+    def of(cls, check: str | None, timeout: timedelta | None = None) -> "Options":
+        """With what was given, and defaults for the rest."""
+        given = {"check": check, "timeout": timeout}
+        return cls(**{name: value for name, value in given.items() if value is not None})
 
 
 class Agreement:
@@ -99,9 +115,7 @@ class Agreement:
             if note.get(name) != first.get(name)
         ]
         if differing:
-            raise AgreementError(
-                "the ranks of one sequence group called with different arguments: " + "; ".join(differing)
-            )
+            raise AgreementError("the ranks of one group called with different arguments: " + "; ".join(differing))
         self._seen.add(known)
 
     def object(self, reason: str) -> None:
@@ -133,8 +147,38 @@ class Agreement:
         self._store.set(self._kept[-1], value)
 
     def _get(self, key: str, timeout: timedelta) -> str | None:
-        try:
-            self._store.wait([key], timeout)
-        except RuntimeError:  # DistStoreError is one: the store has no time-out error of its own before torch 2.6
-            return None
-        return self._store.get(key).decode()
+        return _read(self._store, key, timeout)
+
+
+def first_silent(store: Store, rank: int, awaited: Sequence[int]) -> int | None:
+    """Who a failure began with, as far as ranks tell: the first rank of a chain, each of which waited for the next.
+
+    Args:
+        store: the rendezvous store of all ranks.
+        rank: this process's global rank.
+        awaited: whom it waited for in vain.
+
+    Returns:
+        The rank that is waited for and has not itself failed to hear of another; None if it is the one in `awaited`.
+    """
+    try:
+        store.set(f"usp/waited/{rank}", json.dumps(list(awaited)))
+    except RuntimeError:  # it went with the rank that kept it
+        return None
+    seen, (found, *_) = {rank}, awaited
+    while found not in seen:
+        seen.add(found)
+        told = _read(store, f"usp/waited/{found}", HEARD_WITHIN)
+        if told is None:
+            return None if found in awaited else found
+        found = json.loads(told)[0]
+    return None
+
+
+def _read(store: Store, key: str, timeout: timedelta) -> str | None:
+    """The value of a key; None if it is not there in time, or the store is gone."""
+    try:
+        store.wait([key], timeout)
+        return store.get(key).decode()
+    except RuntimeError:  # DistStoreError is one: the store has no time-out error of its own before torch 2.6
+        return None

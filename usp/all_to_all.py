@@ -16,7 +16,7 @@ from torch import Tensor
 
 from usp import transports
 from usp.heads import share
-from usp.transports.base import Group, Transport, flatten, span, unflatten
+from usp.transports.base import Group, Transport, flatten, span, unflatten, waiting
 from usp.transports.p2p import P2P, resolve
 
 Index = tuple[slice, slice, slice]
@@ -95,7 +95,7 @@ def exchange(tensors: Sequence[Tensor], deal: Deal, to_heads: bool, transport: T
     flight = transport.exchange(sends, receives)
     with span("usp::all_to_all: own part"):
         _deliver(places[me], [t[here(i, me)] for i, t in enumerate(tensors)], deal, to_heads)
-    with span("usp::all_to_all: wait"):
+    with waiting("all_to_all"):
         flight.wait()
     with span("usp::all_to_all: unpack"):
         for peer, message in receives.items():

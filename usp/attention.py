@@ -29,6 +29,7 @@ from usp.arguments import (
     shape_facts,
 )
 from usp.errors import TopologyError, USPError
+from usp.finite import check_finite
 from usp.heads import groups, share
 from usp.kernels.base import Call
 from usp.mask import Mask
@@ -156,7 +157,9 @@ class USPAttention(nn.Module):
         Raises:
             InputError: an argument that cannot be right; found before any communication.
             KernelError: no kernel takes the call; the message has each one's reason.
-            AgreementError: the ranks called with different arguments.
+            AgreementError: the ranks called with different arguments, or one did not come.
+            TransportError: a rank failed, or sent nothing within the time-out of the topology.
+            NumericsError: in a topology with check="debug", a value is not finite.
         """
         return _attend((query, key, value), self.config, seq_len, return_lse, options)
 
@@ -248,6 +251,8 @@ def _attend(
     try:
         qkv, options, packed = _as_batch(qkv, options)
         call = _settle_once(qkv, config, seq_len, options)
+        if topology.debug and not torch.compiler.is_compiling():
+            check_finite(f"rank {topology.rank}", dict(zip(("query", "key", "value"), qkv, strict=True)))
     except USPError as error:
         topology.object(error)
         raise
@@ -422,6 +427,7 @@ def _recipe(
         groups=groups(*plain_heads(query, key), ulysses.degree, ulysses.rank),
         scores=(head_dim**-0.5 if scale is None else _plain(scale), _plain(softcap)),
         more=tuple(_more(options)),
+        finite=config.topology.debug,
     )
 
 

@@ -37,6 +37,7 @@ from usp.ring import with_biases
 from usp.shard import rows_at, unshard
 from usp.tiles import Tile, reach, tiles
 from usp.topology import Axis
+from usp.transports.base import waiting
 
 
 class DecodeOptions(MaskOptions, total=False):
@@ -289,7 +290,9 @@ def _merged(parts: Sequence[Tensor], axis: Axis) -> Tensor:
     transport = transports.load("auto", axis.group)
     peers = [rank for rank in range(axis.degree) if rank != axis.rank]
     received = {peer: torch.empty_like(own) for peer in peers}
-    transport.exchange({peer: parts[peer].contiguous() for peer in peers}, received).wait()
+    flight = transport.exchange({peer: parts[peer].contiguous() for peer in peers}, received)
+    with waiting(f"partial results along {axis.name}"):
+        flight.wait()
     total, *others = (received.get(rank, own) for rank in range(axis.degree))
     for other in others:
         merge_(total[..., :-1], total[..., -1], other[..., :-1], other[..., -1])

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from usp import kernels, transports
+from usp.finite import check_finite
 from usp.heads import HeadRun, halves, runs
 from usp.kernels.base import Alibi, Backward, Forward, Kernel, Scores
 from usp.mask import Mask
@@ -43,6 +44,7 @@ class Ring:
         scores: how scores come from q and k, without linear biases.
         sinks: (H,) a logit for each query head that joins every softmax and has no value (gpt-oss, 2025), or None.
         slopes: (H,) of linear biases (ALiBi), or None.
+        finite: whether a value that is not finite is an error: the rank, the hop and the tile are named.
     """
 
     schedules: tuple[Schedule, ...]
@@ -52,6 +54,7 @@ class Ring:
     scores: Scores
     sinks: Tensor | None = None
     slopes: Tensor | None = None
+    finite: bool = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Attention of this rank's queries to every rank's keys.
@@ -65,6 +68,7 @@ class Ring:
             Output (B, S, H, E) in q's dtype and lse (B, S, H), float32 (float64 for float64), both contiguous. The lse
             is that of all that joined the softmax, sinks among it.
         """
+        self._check("forward", q=q)
         q = self.kernel.arrange(q)
         total = Accumulator(q, v.shape[-1])
         for stop in self._walk(k, v):
@@ -81,6 +85,7 @@ class Ring:
         Returns:
             dq, dk and dv, and with sinks their gradient, that of this rank's rows.
         """
+        self._check("backward", dout=dout, q=q, out=out, lse=lse)
         dout, q = self.kernel.arrange(dout), self.kernel.arrange(q)
         row_side, dq, heads = (dout, q, out, lse), Sum(q), runs(self.groups)
         # Of a block that comes again half of the heads are kept, for the time of the last message.
@@ -111,8 +116,10 @@ class Ring:
         results = self.kernel.forward_many(
             Forward(q[rows], k[columns], v[columns], tile.band, scores) for rows, columns, tile, scores in pieces
         )
-        for rows, *_ in pieces:
-            total.add(rows, *next(results))
+        for rows, _, tile, _ in pieces:
+            out, lse = next(results)
+            self._check_tile(stop, tile, out=out, lse=lse)
+            total.add(rows, out, lse)
 
     def _block_backward(
         self, row_side: tuple[Tensor, ...], stop: Stop, heads: Sequence[HeadRun], dq: Sum, sums: tuple[Sum, ...]
@@ -125,8 +132,9 @@ class Ring:
             Backward(dout[rows], q[rows], k[columns], v[columns], (out[rows], lse[rows]), tile.band, scores)
             for rows, columns, tile, scores in pieces
         )
-        for rows, columns, *_ in pieces:
+        for rows, columns, tile, _ in pieces:
             q_share, k_share, v_share = next(shares)
+            self._check_tile(stop, tile, dq=q_share, dk=k_share, dv=v_share)
             dq.add(rows, q_share)
             dk.add(columns, k_share)
             dv.add(columns, v_share)
@@ -144,7 +152,24 @@ class Ring:
         shapes = [
             [(batch, kv_heads, length, dim) for batch, kv_heads, _, dim in (t.shape for t in own)] for length in lengths
         ]
-        return self.transport.circulate(own, shapes, self._hops)
+        for stop in self.transport.circulate(own, shapes, self._hops):
+            if self.finite:
+                k_block, v_block = stop.tensors
+                self._check(self._block_name(stop), k=k_block, v=v_block)
+            yield stop
+
+    def _check(self, what: str, **tensors: Tensor) -> None:
+        """Raises NumericsError, where it is asked for, if a value is not finite."""
+        if self.finite:
+            check_finite(f"{self.transport.name(self.transport.rank)}, {what}", tensors)
+
+    def _check_tile(self, stop: Stop, tile: Tile, **results: Tensor) -> None:
+        if self.finite:
+            self._check(f"{self._block_name(stop)}, {tile}", **results)
+
+    def _block_name(self, stop: Stop) -> str:
+        hop = (self.transport.rank - stop.owner) % self.transport.size
+        return f"hop {hop}, the block of {self.transport.name(stop.owner)}"
 
     def _pieces(self, owner: int, q: Tensor, heads: Sequence[HeadRun]) -> Iterator[tuple[Where, Where, Tile, Scores]]:
         """The kernel calls for some heads of a block: where rows and columns lie, the tile, and how scores are made."""
@@ -204,6 +229,7 @@ class Recipe:
         groups: number of query heads for each of this rank's kv heads.
         scores: scale and softcap.
         more: which tensors follow q, k and v: "sinks", "slopes".
+        finite: whether a value that is not finite is an error.
     """
 
     masks: tuple[str, ...]
@@ -214,18 +240,19 @@ class Recipe:
     groups: tuple[int, ...]
     scores: tuple[float, float]
     more: tuple[str, ...] = ()
+    finite: bool = False
 
     def __str__(self) -> str:
         """The canonical text, which `parse` reads back."""
         lists = ";".join(self.masks), ";".join(self.layouts), ";".join([str(size) for size in self.groups])
-        plain = str(self.ring_degree), self.transport, self.kernel
+        plain = str(self.ring_degree), self.transport, self.kernel, str(int(self.finite))
         return " ".join((*lists, *plain, ";".join([repr(x) for x in self.scores]), ";".join(self.more)))
 
     @classmethod
     @lru_cache(maxsize=256)
     def parse(cls, text: str) -> "Recipe":
         """Reads `str(recipe)` back."""
-        masks, layouts, groups, ring_degree, transport, kernel, scores, more = text.split(" ")
+        masks, layouts, groups, ring_degree, transport, kernel, finite, scores, more = text.split(" ")
         scale, softcap = map(float, scores.split(";"))
         return cls(
             masks=tuple(masks.split(";")),
@@ -236,6 +263,7 @@ class Recipe:
             groups=tuple(map(int, groups.split(";"))),
             scores=(scale, softcap),
             more=tuple(filter(None, more.split(";"))),
+            finite=finite == "1",
         )
 
     def ring(
@@ -253,7 +281,7 @@ class Recipe:
         schedules = _schedules(self, tuple(seq_lens), documents)
         transport, kernel = transports.load(self.transport, group), kernels.load(self.kernel)
         named = dict(zip(self.more, more, strict=True))
-        return Ring(schedules, transport, kernel, self.groups, Scores(*self.scores), **named)
+        return Ring(schedules, transport, kernel, self.groups, Scores(*self.scores), **named, finite=self.finite)
 
 
 @lru_cache(maxsize=256)

@@ -12,6 +12,7 @@ from usp.mask import Mask
 from usp.positions import Positions, split, take
 from usp.schedule import Schedule
 from usp.topology import Axis, Topology
+from usp.transports.base import waiting
 
 
 def local_positions(seq_len: int, topology: Topology, layout: str) -> Positions:
@@ -147,5 +148,7 @@ def _gather(rows: Tensor, axis: Axis, lengths: list[int]) -> list[Tensor]:
         rows if rank == axis.rank else rows.new_empty(length, *rows.shape[1:]) for rank, length in enumerate(lengths)
     ]
     peers = [rank for rank in range(axis.degree) if rank != axis.rank]
-    transport.exchange({peer: rows for peer in peers}, {peer: blocks[peer] for peer in peers}).wait()
+    flight = transport.exchange({peer: rows for peer in peers}, {peer: blocks[peer] for peer in peers})
+    with waiting(f"unshard along {axis.name}"):
+        flight.wait()
     return blocks

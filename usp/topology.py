@@ -4,6 +4,7 @@ Ranks on the Ulysses axis exchange heads (all-to-all, inside a node), ranks on t
 (across nodes). What remains of the world is data parallel. Mesh axes are named ("ring", "ulysses"), ulysses innermost.
 """
 
+import atexit
 import json
 import os
 import socket
@@ -11,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import groupby
 
 import torch
@@ -23,6 +24,8 @@ from usp.agreement import Agreement, Facts, Options
 from usp.errors import TopologyError
 from usp.placement import Grid, columns, describe, place, rows
 from usp.transports.base import Group
+from usp.transports.p2p import label
+from usp.version import __version__
 
 GroupMaker = Callable[[str, tuple[int, ...], int], Group]
 
@@ -60,6 +63,8 @@ class Topology:
         ulysses: the axis inside the node.
         ring: the axis across nodes.
         agreement: how the ranks of this grid compare arguments; None for a grid of one rank, or without checks.
+        debug: whether attention refuses values that are not finite.
+        process: the process that it belongs to.
     """
 
     rank: int
@@ -68,6 +73,8 @@ class Topology:
     ulysses: Axis
     ring: Axis
     agreement: Agreement | None = field(repr=False)
+    debug: bool = False
+    process: int = field(default_factory=os.getpid, repr=False)
 
     @classmethod
     def build(
@@ -77,7 +84,7 @@ class Topology:
         *,
         allow_cross_node: bool = False,
         nodes: Sequence[str] | None = None,
-        check: str = "first",
+        check: str | None = None,
         timeout: timedelta = Options.timeout,
     ) -> "Topology":
         """Builds the grids over the default process group; every rank of it must call. The rest is data parallel.
@@ -90,11 +97,14 @@ class Topology:
             allow_cross_node: accept Ulysses groups that span nodes.
             nodes: the node of every global rank; by default the ranks tell each other their host names and torchrun's
                 GROUP_RANK.
-            check: when ranks compare the arguments of a call: "first" time, "always", or "off".
-            timeout: how long they wait for each other there.
+            check: when ranks compare the arguments of a call: "first" time, "always", "off", or "debug", which is
+                "always" and also refuses what is not finite; by default what the environment variable USP_CHECK says,
+                else "first".
+            timeout: how long they wait for each other: for arguments, and with gloo for every message.
 
         Raises:
             TopologyError: the degrees do not fit the world or its nodes, or no process group is initialised.
+            AgreementError: the ranks do not ask for the same, or run different versions; or one did not come.
         """
         if not dist.is_initialized():
             if (ulysses_degree, ring_degree) != (1, 1):
@@ -104,10 +114,13 @@ class Topology:
                     f"{ulysses_degree * ring_degree} your_script.py` and call torch.distributed.init_process_group() "
                     "first, or try it in one process with usp.transports.local.run"
                 )
-            return assemble(0, (((0,),),), ("?",), None, lambda *_: None, Options())
+            return assemble(0, (((0,),),), ("?",), None, lambda *_: None, Options.of(check))
         named = None if nodes is None else tuple(nodes)
-        options = Options(check, timeout)
-        return _build(dist.group.WORLD, ulysses_degree, ring_degree, allow_cross_node, named, options)
+        wanted = ulysses_degree, ring_degree, allow_cross_node, named, Options.of(check, timeout)
+        built = _built(world := dist.distributed_c10d._get_default_group())
+        if wanted not in built:
+            built[wanted] = _build(world, *wanted)
+        return built[wanted]
 
     @classmethod
     def from_mesh(
@@ -116,7 +129,7 @@ class Topology:
         ulysses: str | None = "ulysses",
         ring: str | None = "ring",
         *,
-        check: str = "first",
+        check: str | None = None,
         timeout: timedelta = Options.timeout,
     ) -> "Topology":
         """Takes the axes from a DeviceMesh, whose groups are used as they are.
@@ -126,11 +139,13 @@ class Topology:
                 axis out (`mesh["dp", "ring", "ulysses"]`): its ranks share their samples.
             ulysses: name of the Ulysses axis, or None for degree 1.
             ring: name of the ring axis, or None for degree 1.
-            check: when ranks compare the arguments of a call: "first" time, "always", or "off".
-            timeout: how long they wait for each other there.
+            check: as in `build`.
+            timeout: how long ranks wait for each other's arguments; for messages they wait as long as the groups of
+                the mesh were made to.
 
         Raises:
             TopologyError: the mesh has no such axis, or this rank is not in the mesh.
+            AgreementError: the ranks do not ask for the same, or run different versions; or one did not come.
         """
         names = mesh.mesh_dim_names or ()
         for axis in (ulysses, ring):
@@ -148,19 +163,19 @@ class Topology:
         grids = tuple(tuple(tuple(row) for row in grid) for grid in grids)
         by_name = {"ulysses": ulysses, "ring": ring}
 
-        def group(axis: str, ranks: tuple[int, ...], rank: int) -> Group:
-            return mesh.get_group(by_name[axis]) if len(ranks) > 1 else None
-
-        options = Options(check, timeout)
+        options = Options.of(check, timeout)
         store = dist.distributed_c10d._get_default_store()
-        return assemble(
-            dist.get_rank(),
-            grids,
-            _nodes(store, tuple(sorted(mesh.mesh.flatten().tolist())), options),
-            store,
-            group,
-            options,
-        )
+        asked = {"mesh": tuple(mesh.shape), "axes": names, "ulysses": ulysses, "ring": ring}
+        nodes = _nodes(store, tuple(sorted(mesh.mesh.flatten().tolist())), options, asked)
+
+        def group(axis: str, ranks: tuple[int, ...], rank: int) -> Group:
+            if len(ranks) == 1:
+                return None
+            found = mesh.get_group(by_name[axis])
+            found._set_group_desc(label(axis, ranks, nodes))
+            return found
+
+        return assemble(dist.get_rank(), grids, nodes, store, group, options)
 
     def __deepcopy__(self, memo: dict) -> "Topology":
         """A topology stands for process groups, of which there is one: copies of a model share it."""
@@ -187,9 +202,18 @@ class Topology:
         Does nothing inside torch.compile, where a call to the store would break the graph.
 
         Raises:
+            TopologyError: this is a fork of the process that the topology was built in.
             AgreementError: they differ, or a rank did not come.
         """
-        if self.agreement is not None and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return
+        if self.sequence_degree > 1 and self.process != os.getpid():
+            raise TopologyError(
+                f"the topology was built in process {self.process} and this is a fork of it, {os.getpid()}: the "
+                "connections belong to that one, and messages of both would mix; start processes that communicate with "
+                'the method "spawn", and build their groups in them'
+            )
+        if self.agreement is not None:
             self.agreement.confirm(facts)
 
     def object(self, error: BaseException) -> None:
@@ -227,11 +251,23 @@ def assemble(
         agreement = Agreement(store, "attention", members, rank, options)
     return Topology(
         rank, grids, nodes, Axis("ulysses", row, u, group("ulysses", row, rank)),
-        Axis("ring", column, r, group("ring", column, rank)), agreement,
+        Axis("ring", column, r, group("ring", column, rank)), agreement, options.check == "debug",
     )  # fmt: skip
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=1)
+def _built(world: dist.ProcessGroup) -> dict[tuple, Topology]:
+    """The topologies of the default process group, so that each layer may ask and groups are built once.
+
+    They go with the next world, or before the interpreter does: a thread of gloo that lets go of a tensor while Python
+    ends aborts the process, and a group waits for its threads only when it is deleted.
+    """
+    return {}
+
+
+atexit.register(_built.cache_clear)
+
+
 def _build(
     world: dist.ProcessGroup,
     ulysses_degree: int,
@@ -240,30 +276,37 @@ def _build(
     nodes: tuple[str, ...] | None,
     options: Options,
 ) -> Topology:
-    """Cached by the default process group, so that each layer of a model may ask and groups are built once."""
     store = dist.distributed_c10d._get_default_store()
     everyone = tuple(range(world.size()))
+    asked = {"ulysses_degree": ulysses_degree, "ring_degree": ring_degree, "allow_cross_node": allow_cross_node}
+    found = _nodes(store, everyone, options, {**asked, "nodes": nodes})
     if nodes is None:
-        nodes = _nodes(store, everyone, options)
+        nodes = found
     elif len(nodes) != len(everyone):
         raise TopologyError(f"nodes names {len(nodes)} ranks and the world has {len(everyone)}: name each rank's node")
     grids = place(nodes, ulysses_degree, ring_degree, allow_cross_node)
+    # Their own, also where one has all ranks: with its time-out and, with NCCL, beside what else the world sends.
     groups: dict[tuple[int, ...], Group] = {}
-    for ranks in [*rows(grids), *columns(grids)]:  # every rank creates every group, in the same order
-        if ranks == everyone:
-            groups[ranks] = world
-        elif len(ranks) > 1:
-            ascending = sorted(ranks) == list(ranks)  # sort_ranks is newer than the oldest torch this runs on
-            groups[ranks] = dist.new_group(list(ranks)) if ascending else dist.new_group(list(ranks), sort_ranks=False)
+    for axis, lines in (("ulysses", rows(grids)), ("ring", columns(grids))):
+        for ranks in lines:  # every rank creates every group, in the same order
+            if len(ranks) > 1:
+                new = partial(dist.new_group, list(ranks), options.timeout, group_desc=label(axis, ranks, nodes))
+                # sort_ranks is newer than the oldest torch this runs on
+                groups[ranks] = new() if sorted(ranks) == list(ranks) else new(sort_ranks=False)
     return assemble(world.rank(), grids, nodes, store, lambda _, ranks, __: groups.get(ranks), options)
 
 
-def _nodes(store: Store, ranks: tuple[int, ...], options: Options) -> tuple[str, ...]:
+def _nodes(store: Store, ranks: tuple[int, ...], options: Options, asked: Facts) -> tuple[str, ...]:
     """The node of every global rank: its host name, and torchrun's number of its agent where a host has several.
 
     Ranks outside `ranks` are on "?".
+
+    Raises:
+        AgreementError: not all ask for the same, with the same versions.
     """
     here = Agreement(store, "nodes", ranks, dist.get_rank(), options)
+    versions = {"usp": __version__, "torch": torch.__version__.split("+")[0], "backend": dist.get_backend()}
+    here.confirm({**asked, "check": options.check, "timeout": options.timeout, **versions})
     note = json.dumps([socket.gethostname(), os.environ.get("GROUP_RANK", "0")])
     told = dict(zip(ranks, map(json.loads, here.gather(note)), strict=True))
     agents: dict[str, set[str]] = defaultdict(set)

@@ -39,8 +39,8 @@ def test_ulysses_is_innermost_and_the_rest_is_data_parallel(pool):
     assert {made for _, made, _ in results} == {2}  # one of each axis
 
 
-def test_axes_of_size_one_make_no_group_and_the_whole_world_is_used_as_it_is(pool):
-    assert {made for _, made, _ in pool(4).run(build, 1, 4)} == {0}
+def test_axes_of_size_one_make_no_group_and_the_whole_world_has_one_of_its_own(pool):
+    assert {made for _, made, _ in pool(4).run(build, 1, 4)} == {1}
     assert {made for _, made, _ in pool(4).run(build, 1, 1)} == {0}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from usp.agreement import Agreement, Options
+from usp.agreement import Agreement, Options, first_silent
 from usp.errors import AgreementError, InputError
 from usp.topology import assemble
 
@@ -96,7 +96,7 @@ def test_a_mismatch_names_the_rank_and_each_fact():
     same = {"heads": 8, "seq_len": 4096, "mask": ":0"}
     errors = confirm_all(group(HashStore()), same, same | {"seq_len": 4095, "mask": ":"}, same)
     assert {str(error) for error in errors} == {
-        "the ranks of one sequence group called with different arguments: "
+        "the ranks of one group called with different arguments: "
         "rank 1 has seq_len 4095 where rank 0 has 4096; rank 1 has mask : where rank 0 has :0"
     }
 
@@ -234,12 +234,46 @@ def test_off_makes_no_agreement_at_all():
 
 @pytest.mark.parametrize("check", ["once", "", None, True])
 def test_an_unknown_check_is_refused(check):
-    with pytest.raises(InputError, match=rf"^check is {check!r}: it must be 'first', 'always' or 'off'$"):
+    with pytest.raises(InputError, match=rf"^check .* is {check!r}: it must be one of first, always, debug, off$"):
         Options(check=check)
 
 
-def test_the_default_is_first_and_minutes():
-    assert Options() == Options("first", timedelta(minutes=5))
+def test_the_default_is_first_and_minutes(monkeypatch):
+    monkeypatch.delenv("USP_CHECK", raising=False)
+    assert Options() == Options.of(None) == Options("first", timedelta(minutes=10))
+
+
+def test_an_environment_variable_is_the_default_only(monkeypatch):
+    monkeypatch.setenv("USP_CHECK", "debug")
+    assert Options.of(None).check == "debug"
+    assert Options.of("off").check == "off"
+    monkeypatch.setenv("USP_CHECK", "on")
+    with pytest.raises(InputError, match="USP_CHECK"):
+        Options()
+
+
+def test_a_time_out_is_above_zero():
+    with pytest.raises(InputError, match="timeout is 0:00:00"):
+        Options(timeout=timedelta(0))
+
+
+# ---- who a failure began with ----------------------------------------------------------------------------------------
+
+
+def test_a_chain_of_waits_leads_to_the_rank_that_is_silent(monkeypatch):
+    """On a ring of 4 rank 2 is dead: 3 waits for 2, 0 for 3 and 1 for 0."""
+    monkeypatch.setattr("usp.agreement.HEARD_WITHIN", SOON)
+    store = HashStore()
+    assert first_silent(store, 3, [2]) is None  # it is the one that was awaited
+    assert first_silent(store, 0, [3]) == 2
+    assert first_silent(store, 1, [0]) == 2
+
+
+def test_ranks_that_wait_for_each_other_accuse_nobody(monkeypatch):
+    monkeypatch.setattr("usp.agreement.HEARD_WITHIN", SOON)
+    store = HashStore()
+    first_silent(store, 0, [1])
+    assert first_silent(store, 1, [0]) is None
 
 
 # ---- the store -------------------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ SOURCES = sorted(ROOT.rglob("*.py"))
 
 LAYERS = {
     "errors": 0, "positions": 0, "mask": 0, "tiles": 0, "schedule": 0, "heads": 0, "placement": 0, "plugins": 0,
-    "layouts": 0, "planner": 0,
-    "merge": 1, "kernels": 1,
+    "layouts": 0, "planner": 0, "version": 0,
+    "merge": 1, "kernels": 1, "finite": 1,
     "agreement": 2, "topology": 2, "all_to_all": 2, "transports": 2,
     "arguments": 3, "ring": 3, "shard": 3, "attention": 3, "kv_cache": 3, "decode": 3,
     "batch": 4, "data": 4, "integrations": 4, "loss": 4, "nn": 4, "probe": 4, "trace": 4, "cli": 4,
@@ -272,7 +272,7 @@ def test_arithmetic_needs_no_torch():
 def test_the_public_names():
     assert usp.__all__ == [
         "AgreementError", "Band", "ClusterSpec", "InputError", "KVCache", "KernelError", "Mask", "ModelSpec",
-        "Plan", "Schedule", "Topology", "TopologyError", "TransportError", "USPAttention", "USPError",
+        "NumericsError", "Plan", "Schedule", "Topology", "TopologyError", "TransportError", "USPAttention", "USPError",
         "Workload", "attention", "check_batch", "check_replicas", "count_targets", "cross_entropy", "decode",
         "extend", "layout_for", "linear_cross_entropy", "plan", "positions", "shard", "shard_batch", "unshard",
     ]  # fmt: skip

@@ -36,6 +36,7 @@ from usp.errors import InputError, USPError
 from usp.positions import split
 from usp.shard import local_positions, shard, unshard
 from usp.topology import Axis, Topology
+from usp.transports.base import waiting
 
 try:
     from diffusers.models.embeddings import apply_rotary_emb
@@ -321,5 +322,7 @@ def _reduce_scatter(rows: Tensor, axis: Axis) -> Tensor:
     total = shares.pop(axis.rank)
     peers = [rank for rank in range(axis.degree) if rank != axis.rank]
     received = {peer: torch.empty_like(total) for peer in peers}
-    transports.load("auto", axis.group).exchange(dict(zip(peers, shares, strict=True)), received).wait()
+    flight = transports.load("auto", axis.group).exchange(dict(zip(peers, shares, strict=True)), received)
+    with waiting(f"reduce-scatter along {axis.name}"):
+        flight.wait()
     return sum(received.values(), start=total)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from usp.transports.base import Shape, Stop, add_home, flatten, span, unflatten
-from usp.transports.p2p import P2P
+from usp.transports.base import Flight, Shape, Stop, add_home, flatten, span, unflatten, waiting
+from usp.transports.p2p import P2P, Works
 
 
 class AllGather(P2P):
@@ -21,13 +21,13 @@ class AllGather(P2P):
 
     @override
     def circulate(self, own: Sequence[Tensor], shapes: Sequence[Sequence[Shape]], hops: int) -> Iterator[Stop]:
-        work, gathered = self._gather(own, shapes) if hops else (None, [])
+        flight, gathered = self._gather(own, shapes) if hops else (None, [])
         first, others = Stop(self.rank, list(own), comes_again=hops > 0), []
         with span("usp::ring hop 0: compute"):
             yield first
-        with span("usp::ring hop 0: wait"):
-            if work is not None:
-                work.wait()
+        with waiting("ring hop 0"):
+            if flight is not None:
+                flight.wait()
         for hop in range(1, hops + 1):
             owner = (self.rank - hop) % self.size
             numel = sum(map(math.prod, shapes[owner]))
@@ -43,11 +43,11 @@ class AllGather(P2P):
         first.comes_again = False
         with span("usp::ring home: compute"):
             yield first
-        with span("usp::ring home: wait"):
+        with waiting("ring home"):
             flight.wait()
         add_home(first, receives.values(), shapes[self.rank])
 
-    def _gather(self, own: Sequence[Tensor], shapes: Sequence[Sequence[Shape]]) -> tuple[dist.Work, list[Tensor]]:
+    def _gather(self, own: Sequence[Tensor], shapes: Sequence[Sequence[Shape]]) -> tuple[Flight, list[Tensor]]:
         """Starts the collective, which wants equal sizes: blocks are padded to the longest."""
         longest = max(sum(map(math.prod, block)) for block in shapes)
         mine = flatten(own)
@@ -55,4 +55,5 @@ class AllGather(P2P):
         gathered = list(padded.new_empty(self.size, longest))
         work = dist.all_gather(gathered, padded, group=self.group, async_op=True)
         assert work is not None  # async_op
-        return work, gathered
+        peers = [(True, peer) for peer in range(self.size) if peer != self.rank]
+        return Works(self.group, [work], peers, [padded]), gathered

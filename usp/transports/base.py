@@ -3,11 +3,14 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 from torch._C._profiler import _RecordFunctionFast as span  # record_function, at a twentieth of its time
+
+from usp.errors import TransportError
 
 Group = Any
 """What a transport runs over: a torch ProcessGroup, None for an axis of size 1, or a local group of threads."""
@@ -20,7 +23,21 @@ class Flight(Protocol):
     """Messages under way."""
 
     def wait(self) -> None:
-        """Blocks (on CUDA: the current stream) until they have arrived and what was sent may be reused."""
+        """Blocks (on CUDA: the current stream) until they have arrived and what was sent may be reused.
+
+        Raises:
+            TransportError: a peer failed, or did not deliver within the time-out of the group.
+        """
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Where a rank waits for others: a span of the profiler, and what an error of a transport begins with."""
+    with span(f"usp::{what}: wait"):
+        try:
+            yield
+        except TransportError as error:
+            raise TransportError(f"{what}: {error}") from error
 
 
 class Transport(ABC):
@@ -46,6 +63,10 @@ class Transport(ABC):
         Both ends know every size; nothing is sent for an empty tensor. Messages between two ranks arrive in the order
         in which the exchanges were started.
         """
+
+    def name(self, rank: int) -> str:
+        """Who a rank of the axis is, for people."""
+        return f"rank {rank} of {self.size}"
 
     def circulate(self, own: Sequence[Tensor], shapes: Sequence[Sequence[Shape]], hops: int) -> Iterator["Stop"]:
         """Passes every rank's tensors round the ring, `hops` times from each rank to the next.
@@ -76,7 +97,7 @@ class Transport(ABC):
                 yield stop
             if stop is first:
                 first.tensors = list(own)  # the message is for the first hop only
-            with span(f"usp::ring hop {hop}: wait"):
+            with waiting(f"ring hop {hop}"):
                 if stop.gradients is not None and hop:
                     if behind is not None:
                         add_(stop.gradients, unflatten(behind.wait(), shapes[stop.owner]))
@@ -91,7 +112,7 @@ class Transport(ABC):
             first.comes_again = False
             with span("usp::ring home: compute"):
                 yield first
-            with span("usp::ring home: wait"):
+            with waiting("ring home"):
                 add_home(first, [behind.wait()], shapes[self.rank])
 
     def _move(self, tensor: Tensor, target: int, source: int, numel: int) -> "Move":

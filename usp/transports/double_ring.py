@@ -44,6 +44,10 @@ class DoubleRing(Transport):
         return self._whole.exchange(sends, receives)
 
     @override
+    def name(self, rank: int) -> str:
+        return self._whole.name(rank)
+
+    @override
     def circulate(self, own: Sequence[Tensor], shapes: Sequence[Sequence[Shape]], hops: int) -> Iterator[Stop]:
         """As in a plain ring, but in another order, and all blocks come by however many are needed."""
         if not hops:
@@ -89,3 +93,7 @@ class Part(Transport):
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Flight:
         sides = ({self._ranks[peer]: t for peer, t in side.items()} for side in (sends, receives))
         return self._whole.exchange(*sides)
+
+    @override
+    def name(self, rank: int) -> str:
+        return self._whole.name(self._ranks[rank])

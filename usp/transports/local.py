@@ -77,8 +77,13 @@ class Local(Transport):
             if tensor.numel():
                 self._box(self.rank, peer).put(tensor.detach().clone())  # the sender may go on and change it
         return Arrivals(
-            self.group.hub, [(peer, self._box(peer, self.rank), t) for peer, t in receives.items() if t.numel()]
+            self.group.hub,
+            [(self.name(peer), self._box(peer, self.rank), t) for peer, t in receives.items() if t.numel()],
         )
+
+    @override
+    def name(self, rank: int) -> str:
+        return f"rank {self.group.ranks[rank]}"
 
     def _box(self, source: int, target: int) -> queue.Queue[Tensor]:
         ranks = self.group.ranks
@@ -88,7 +93,7 @@ class Local(Transport):
 class Arrivals:
     """Messages that have been asked for."""
 
-    def __init__(self, hub: Hub, awaited: Sequence[tuple[int, queue.Queue[Tensor], Tensor]]) -> None:
+    def __init__(self, hub: Hub, awaited: Sequence[tuple[str, queue.Queue[Tensor], Tensor]]) -> None:
         self._hub, self._awaited = hub, awaited
 
     def wait(self) -> None:
@@ -96,7 +101,7 @@ class Arrivals:
         for peer, box, target in self._awaited:
             target.copy_(self._next(box, peer))
 
-    def _next(self, box: queue.Queue[Tensor], peer: int) -> Tensor:
+    def _next(self, box: queue.Queue[Tensor], peer: str) -> Tensor:
         waited, step = 0.0, 0.05
         while waited < self._hub.timeout_seconds:
             try:
@@ -104,8 +109,8 @@ class Arrivals:
             except queue.Empty:
                 waited += step
             if self._hub.failed.is_set():
-                raise TransportError(f"stopped waiting for rank {peer} of the axis: another rank failed")
-        raise TransportError(f"rank {peer} of the axis sent nothing for {self._hub.timeout_seconds:g} s")
+                raise TransportError(f"stopped waiting for {peer}: another rank failed")
+        raise TransportError(f"{peer} sent nothing for {self._hub.timeout_seconds:g} s")
 
 
 def run(
