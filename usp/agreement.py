@@ -7,12 +7,14 @@ keys.
 
 import json
 import os
+import threading
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TypeVar
 
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import DistNetworkError, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from usp.errors import AgreementError, InputError
 
@@ -20,6 +22,10 @@ Facts = Mapping[str, Hashable]
 CHECKS = ("first", "always", "debug", "off")
 HEARD_WITHIN = timedelta(seconds=2)
 """How long a rank that failed has for saying whom it waited for: ranks that wait in turn fail almost together."""
+GRACE = timedelta(seconds=4)
+"""How much longer than its time-outs an exchange over the store may take."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -78,8 +84,18 @@ class Agreement:
         Raises:
             AgreementError: a member did not come within the time-out, or published an error; it is named.
         """
-        past, self._kept = self._kept, []
         self._calls += 1
+        bound = self.options.timeout + 2 * GRACE
+        try:
+            return _within(bound, lambda: self._gather(note))
+        except (TimeoutError, DistNetworkError) as error:
+            raise AgreementError(
+                f"the rendezvous store did not answer within {bound.total_seconds():g} s: the process that keeps it, "
+                "torchrun's agent or else rank 0, has ended, hangs or cannot be reached"
+            ) from error
+
+    def _gather(self, note: str) -> list[str]:
+        past, self._kept = self._kept, []
         self._put(self.rank, "+" + note)
         self._store.set(f"{self._name}/{self.rank}/last", f"call {self._calls}")
         leader = self.members[0]
@@ -87,8 +103,8 @@ class Agreement:
             verdict = self._collect()
             self._put("verdict", json.dumps(verdict))
         else:
-            grace = timedelta(seconds=10)  # the leader's own verdict on who is missing comes first
-            found = self._get(self._key("verdict"), self.options.timeout + grace)
+            # The leader's own verdict on who is missing comes first.
+            found = self._get(self._key("verdict"), self.options.timeout + GRACE)
             verdict = [f"-{self._missing(leader)}"] if found is None else json.loads(found)
         for key in past:  # a verdict on this call means that every rank is done with the calls before it
             self._store.delete_key(key)
@@ -147,10 +163,14 @@ class Agreement:
         self._store.set(self._kept[-1], value)
 
     def _get(self, key: str, timeout: timedelta) -> str | None:
-        return _read(self._store, key, timeout)
+        try:
+            self._store.wait([key], timeout)
+        except RuntimeError:  # DistStoreError is one: the store has no time-out error of its own before torch 2.6
+            return None
+        return self._store.get(key).decode()
 
 
-def first_silent(store: Store, rank: int, awaited: Sequence[int]) -> int | None:
+def first_silent(store: Store, rank: int, awaited: Sequence[int]) -> str:
     """Who a failure began with, as far as ranks tell: the first rank of a chain, each of which waited for the next.
 
     Args:
@@ -159,26 +179,47 @@ def first_silent(store: Store, rank: int, awaited: Sequence[int]) -> int | None:
         awaited: whom it waited for in vain.
 
     Returns:
-        The rank that is waited for and has not itself failed to hear of another; None if it is the one in `awaited`.
+        A clause that names the rank that is waited for and has not itself failed to hear of another; "" if that is one
+        of `awaited`, or if ranks wait for each other.
     """
     try:
-        store.set(f"usp/waited/{rank}", json.dumps(list(awaited)))
-    except RuntimeError:  # it went with the rank that kept it
-        return None
+        return _within(HEARD_WITHIN + GRACE, lambda: _first_silent(store, rank, awaited))
+    except (TimeoutError, RuntimeError):
+        return "; nor does the rendezvous store answer, which torchrun's agent keeps, or else rank 0"
+
+
+def _first_silent(store: Store, rank: int, awaited: Sequence[int]) -> str:
+    store.set(f"usp/waited/{rank}", json.dumps(list(awaited)))
     seen, (found, *_) = {rank}, awaited
     while found not in seen:
         seen.add(found)
-        told = _read(store, f"usp/waited/{found}", HEARD_WITHIN)
-        if told is None:
-            return None if found in awaited else found
-        found = json.loads(told)[0]
-    return None
+        key = f"usp/waited/{found}"
+        try:
+            store.wait([key], HEARD_WITHIN)
+        except DistNetworkError:
+            raise
+        except RuntimeError:  # nothing is heard; DistStoreError is one, and a store without processes raises no other
+            return "" if found in awaited else f"; the first of whom nothing is heard is rank {found}"
+        found = json.loads(store.get(key))[0]
+    return ""
 
 
-def _read(store: Store, key: str, timeout: timedelta) -> str | None:
-    """The value of a key; None if it is not there in time, or the store is gone."""
-    try:
-        store.wait([key], timeout)
-        return store.get(key).decode()
-    except RuntimeError:  # DistStoreError is one: the store has no time-out error of its own before torch 2.6
-        return None
+def _within(bound: timedelta, work: Callable[[], T]) -> T:
+    """The result of `work`; TimeoutError if it takes longer. A store's own time-outs wait for its server to answer."""
+    found: list[T] = []
+    failures: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            found.append(work())
+        except BaseException as failure:  # re-raised below, in the caller's thread
+            failures.append(failure)
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    thread.join(bound.total_seconds())
+    if failures:
+        raise failures[0]
+    if not found:
+        raise TimeoutError
+    return found[0]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from usp import transports
 from usp.heads import share
-from usp.transports.base import Group, Transport, flatten, span, unflatten, waiting
+from usp.transports.base import Group, Transport, during, flatten, span, unflatten, waiting
 from usp.transports.p2p import P2P, resolve
 
 Index = tuple[slice, slice, slice]
@@ -92,7 +92,8 @@ def exchange(tensors: Sequence[Tensor], deal: Deal, to_heads: bool, transport: T
     with span("usp::all_to_all: pack"):
         sends = {peer: flatten([t[here(i, peer)] for i, t in enumerate(tensors)]) for peer in peers}
         receives = {peer: tensors[0].new_empty(sum(part.numel() for part in places[peer])) for peer in peers}
-    flight = transport.exchange(sends, receives)
+    with during("all_to_all"):
+        flight = transport.exchange(sends, receives)
     with span("usp::all_to_all: own part"):
         _deliver(places[me], [t[here(i, me)] for i, t in enumerate(tensors)], deal, to_heads)
     with waiting("all_to_all"):

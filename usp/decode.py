@@ -290,8 +290,8 @@ def _merged(parts: Sequence[Tensor], axis: Axis) -> Tensor:
     transport = transports.load("auto", axis.group)
     peers = [rank for rank in range(axis.degree) if rank != axis.rank]
     received = {peer: torch.empty_like(own) for peer in peers}
-    flight = transport.exchange({peer: parts[peer].contiguous() for peer in peers}, received)
     with waiting(f"partial results along {axis.name}"):
+        flight = transport.exchange({peer: parts[peer].contiguous() for peer in peers}, received)
         flight.wait()
     total, *others = (received.get(rank, own) for rank in range(axis.degree))
     for other in others:

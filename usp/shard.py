@@ -148,7 +148,7 @@ def _gather(rows: Tensor, axis: Axis, lengths: list[int]) -> list[Tensor]:
         rows if rank == axis.rank else rows.new_empty(length, *rows.shape[1:]) for rank, length in enumerate(lengths)
     ]
     peers = [rank for rank in range(axis.degree) if rank != axis.rank]
-    flight = transport.exchange({peer: rows for peer in peers}, {peer: blocks[peer] for peer in peers})
     with waiting(f"unshard along {axis.name}"):
+        flight = transport.exchange({peer: rows for peer in peers}, {peer: blocks[peer] for peer in peers})
         flight.wait()
     return blocks

@@ -279,10 +279,10 @@ def _build(
     store = dist.distributed_c10d._get_default_store()
     everyone = tuple(range(world.size()))
     asked = {"ulysses_degree": ulysses_degree, "ring_degree": ring_degree, "allow_cross_node": allow_cross_node}
-    found = _nodes(store, everyone, options, {**asked, "nodes": nodes})
-    if nodes is None:
-        nodes = found
-    elif len(nodes) != len(everyone):
+    if nodes is None or options.check != "off":
+        found = _nodes(store, everyone, options, {**asked, "nodes": nodes})
+        nodes = nodes or found
+    if len(nodes) != len(everyone):
         raise TopologyError(f"nodes names {len(nodes)} ranks and the world has {len(everyone)}: name each rank's node")
     grids = place(nodes, ulysses_degree, ring_degree, allow_cross_node)
     # Their own, also where one has all ranks: with its time-out and, with NCCL, beside what else the world sends.
@@ -305,8 +305,9 @@ def _nodes(store: Store, ranks: tuple[int, ...], options: Options, asked: Facts)
         AgreementError: not all ask for the same, with the same versions.
     """
     here = Agreement(store, "nodes", ranks, dist.get_rank(), options)
-    versions = {"usp": __version__, "torch": torch.__version__.split("+")[0], "backend": dist.get_backend()}
-    here.confirm({**asked, "check": options.check, "timeout": options.timeout, **versions})
+    if options.check != "off":
+        versions = {"usp": __version__, "torch": torch.__version__.split("+")[0], "backend": dist.get_backend()}
+        here.confirm({**asked, "check": options.check, "timeout": options.timeout, **versions})
     note = json.dumps([socket.gethostname(), os.environ.get("GROUP_RANK", "0")])
     told = dict(zip(ranks, map(json.loads, here.gather(note)), strict=True))
     agents: dict[str, set[str]] = defaultdict(set)

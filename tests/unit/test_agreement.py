@@ -264,16 +264,16 @@ def test_a_chain_of_waits_leads_to_the_rank_that_is_silent(monkeypatch):
     """On a ring of 4 rank 2 is dead: 3 waits for 2, 0 for 3 and 1 for 0."""
     monkeypatch.setattr("usp.agreement.HEARD_WITHIN", SOON)
     store = HashStore()
-    assert first_silent(store, 3, [2]) is None  # it is the one that was awaited
-    assert first_silent(store, 0, [3]) == 2
-    assert first_silent(store, 1, [0]) == 2
+    assert first_silent(store, 3, [2]) == ""  # it is the one that was awaited
+    assert first_silent(store, 0, [3]) == "; the first of whom nothing is heard is rank 2"
+    assert first_silent(store, 1, [0]) == "; the first of whom nothing is heard is rank 2"
 
 
 def test_ranks_that_wait_for_each_other_accuse_nobody(monkeypatch):
     monkeypatch.setattr("usp.agreement.HEARD_WITHIN", SOON)
     store = HashStore()
     first_silent(store, 0, [1])
-    assert first_silent(store, 1, [0]) is None
+    assert first_silent(store, 1, [0]) == ""
 
 
 # ---- the store -------------------------------------------------------------------------------------------------------

@@ -322,7 +322,7 @@ def _reduce_scatter(rows: Tensor, axis: Axis) -> Tensor:
     total = shares.pop(axis.rank)
     peers = [rank for rank in range(axis.degree) if rank != axis.rank]
     received = {peer: torch.empty_like(total) for peer in peers}
-    flight = transports.load("auto", axis.group).exchange(dict(zip(peers, shares, strict=True)), received)
     with waiting(f"reduce-scatter along {axis.name}"):
+        flight = transports.load("auto", axis.group).exchange(dict(zip(peers, shares, strict=True)), received)
         flight.wait()
     return sum(received.values(), start=total)

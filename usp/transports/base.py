@@ -31,13 +31,19 @@ class Flight(Protocol):
 
 
 @contextmanager
+def during(what: str) -> Iterator[None]:
+    """What an error of a transport begins with."""
+    try:
+        yield
+    except TransportError as error:
+        raise TransportError(f"{what}: {error}") from error
+
+
+@contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Where a rank waits for others: a span of the profiler, and what an error of a transport begins with."""
-    with span(f"usp::{what}: wait"):
-        try:
-            yield
-        except TransportError as error:
-            raise TransportError(f"{what}: {error}") from error
+    """Where a rank waits for others: `during`, and a span of the profiler."""
+    with span(f"usp::{what}: wait"), during(what):
+        yield
 
 
 class Transport(ABC):
@@ -92,7 +98,8 @@ class Transport(ABC):
         behind: Move | None = None
         for hop in range(hops + 1):
             following = (stop.owner - 1) % self.size
-            ahead = self._move(block, after, before, numels[following]) if hop < hops else None
+            with during(f"ring hop {hop}"):
+                ahead = self._move(block, after, before, numels[following]) if hop < hops else None
             with span(f"usp::ring hop {hop}: compute"):
                 yield stop
             if stop is first:

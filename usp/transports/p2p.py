@@ -90,13 +90,9 @@ def explain(group: dist.ProcessGroup | None, peers: Sequence[tuple[bool, int]], 
     names, ranks = _members(group), dist.get_process_group_ranks(group)
     waited = " and ".join(f"{'receive from' if receives else 'send to'} {names[peer]}" for receives, peer in peers)
     reason = re.sub(r"^\[[^\]]*\] ", "", str(error)).split(". This is typically")[0]
-    text = f"{names[group.rank()]} waited to {waited}: {reason}"
-    silent = first_silent(
-        dist.distributed_c10d._get_default_store(), dist.get_rank(), [ranks[peer] for _, peer in peers]
-    )
-    if silent is not None:
-        text += f"; the first of whom nothing is heard is rank {silent}"
-    return f"{text} ({shorten(group.group_desc, 200)})"
+    store = dist.distributed_c10d._get_default_store()
+    silent = first_silent(store, dist.get_rank(), [ranks[peer] for _, peer in peers])
+    return f"{names[group.rank()]} waited to {waited}: {reason}{silent} ({shorten(group.group_desc, 200)})"
 
 
 def _members(group: dist.ProcessGroup) -> list[str]:

@@ -1,0 +1,33 @@
+"""A link between two hosts that goes down: every rank ends, with the host that it does not hear of."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_link_that_goes_down_is_an_error_on_every_rank():
+    hosts = (str(ROOT / "benchmarks" / "two_hosts.py"), "--nproc-per-node", "2", "--rate", "50mbit", "--timeout", "90")
+    done = subprocess.run(
+        [sys.executable, *hosts, "--", str(Path(__file__).parent / "dropped_link.py")],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    if done.returncode == 3:
+        pytest.skip(done.stderr.strip())
+    printed = done.stdout + done.stderr[-4000:]
+    assert len(re.findall(r"rank \d: a step is done", printed)) == 4, printed  # a slow link only takes longer
+    errors = re.findall(r"rank (\d) after (\S+) s: (.*)", printed)
+    assert sorted(int(rank) for rank, _, _ in errors) == [0, 1, 2, 3], printed
+    for rank, seconds, error in errors:
+        assert float(seconds) < 1 + 4 + 10
+        across = (int(rank) + 2) % 4
+        assert re.match(rf"(ring hop \d|all_to_all): rank {rank} on \S+ waited to .* rank \d on \S+", error)
+        assert f"ring hop 0: rank {rank}" not in error or f"rank {across} on " in error
