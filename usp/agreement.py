@@ -90,8 +90,8 @@ class Agreement:
             return _within(bound, lambda: self._gather(note))
         except (TimeoutError, DistNetworkError) as error:
             raise AgreementError(
-                f"the rendezvous store did not answer within {bound.total_seconds():g} s: the process that keeps it, "
-                "torchrun's agent or else rank 0, has ended, hangs or cannot be reached"
+                "the rendezvous store does not answer: the process that keeps it, torchrun's agent or else rank 0, has "
+                f"ended, cannot be reached, or has said nothing for {bound.total_seconds():g} s"
             ) from error
 
     def _gather(self, note: str) -> list[str]:
@@ -165,7 +165,9 @@ class Agreement:
     def _get(self, key: str, timeout: timedelta) -> str | None:
         try:
             self._store.wait([key], timeout)
-        except RuntimeError:  # DistStoreError is one: the store has no time-out error of its own before torch 2.6
+        except DistNetworkError:
+            raise
+        except RuntimeError:  # DistStoreError is one, and a store without processes raises no other
             return None
         return self._store.get(key).decode()
 

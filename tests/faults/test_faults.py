@@ -126,7 +126,7 @@ def test_the_others_end_with_an_error_that_names_the_rank(fault):
     for rank, end in found.items():
         assert end.exit_code == 1
         if fault.when == "first" and fault.store_rank is not None:
-            assert "the rendezvous store did not answer" in end.error
+            assert "the rendezvous store does not answer" in end.error
             assert "or else rank 0, has ended" in end.error
         elif fault.when == "first":
             assert f"rank {fault.victim}: did not arrive at call 1 within 3 s" in end.error
