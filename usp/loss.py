@@ -29,8 +29,8 @@ import ctypes
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, TypedDict, Unpack
+from dataclasses import astuple, dataclass
+from typing import TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from usp.collect import broadcast, gather
 from usp.errors import AgreementError, InputError
 
 
@@ -338,7 +339,7 @@ class _Held:
 
     place: tuple[int, ...]
     kind: str
-    digest: bytes
+    digest: str
 
     @classmethod
     def of(cls, tensor: Tensor | None, parameter: Tensor) -> "_Held":
@@ -349,10 +350,10 @@ class _Held:
             pairs = zip(coordinate, like.placements, strict=False)  # outside its mesh a rank has no coordinate
             place = tuple(index for index, placement in pairs if not placement.is_replicate())
         if tensor is None:
-            return cls(place, "None", b"")
+            return cls(place, "None", "")
         local = _local(tensor)
         data = ctypes.string_at(local.data_ptr(), local.nbytes)
-        return cls(place, f"{local.dtype} {tuple(local.shape)}", hashlib.blake2b(data, digest_size=16).digest())
+        return cls(place, f"{local.dtype} {tuple(local.shape)}", hashlib.blake2b(data, digest_size=16).hexdigest())
 
 
 @torch.no_grad()
@@ -381,7 +382,8 @@ def check_replicas(
     if _size(group) == 1:
         return
     tensors = {name: (tensor, parameter) for name, tensor, parameter in _tensors(module, gradients)}
-    everyone = _gathered({name: _Held.of(*pair) for name, pair in tensors.items()}, group)
+    told = gather({name: astuple(_Held.of(*pair)) for name, pair in tensors.items()}, group)
+    everyone = [{name: _Held(tuple(place), *rest) for name, (place, *rest) in held.items()} for held in told]
     ranks = dist.get_process_group_ranks(group)
     for name in dict.fromkeys(name for held in everyone for name in held):
         lacking = [rank for rank, held in zip(ranks, everyone, strict=True) if name not in held]
@@ -424,24 +426,16 @@ def _disagreement(held: list[_Held]) -> tuple[int, list[int]]:
 
 def _distance(tensor: Tensor | None, source: int, others: list[int], group: ProcessGroup | None) -> float:
     """Largest difference of one element between a rank and others. Collective."""
-    me, distance = dist.get_rank(group), 0.0
-    box = [_local(tensor).clone() if me == source and tensor is not None else None]
-    dist.broadcast_object_list(box, group=group, group_src=source)
-    if me in others and tensor is not None and box[0] is not None:
-        distance = (_local(tensor).double() - box[0].double()).abs().max().item()
-    return torch.tensor(_gathered(distance, group)).max().item()  # unlike Python's, this maximum shows a NaN
+    mine = None if tensor is None else _local(tensor)
+    theirs, distance = broadcast(mine, source, group), 0.0
+    if mine is not None and dist.get_rank(group) in others:
+        distance = (mine.double() - theirs.view(mine.dtype).view(mine.shape).double()).abs().max().item()
+    return torch.tensor(gather(distance, group)).max().item()  # unlike Python's, this maximum shows a NaN
 
 
 def _local(tensor: Tensor) -> Tensor:
     """This rank's part, on the CPU."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().cpu().contiguous()
-
-
-def _gathered(mine: Any, group: ProcessGroup | None) -> list[Any]:
-    """Every rank's object."""
-    everyone = [None] * _size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone
 
 
 def _named(ranks: list[int]) -> str:

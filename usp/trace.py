@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import usp
 from usp import transports
+from usp.collect import gather
 from usp.planner.messages import ALL_TO_ALLS, Message, messages
 from usp.planner.timeline import Span
 from usp.planner.traffic import Layer
@@ -43,6 +44,12 @@ class Mark(NamedTuple):
     start: float
     stop: float
     inside: tuple["Mark", ...] = ()
+
+    @classmethod
+    def of(cls, told: Sequence[Any]) -> "Mark":
+        """From what JSON makes of one: lists."""
+        name, start, stop, inside = told
+        return cls(name, start, stop, tuple(map(cls.of, inside)))
 
 
 @dataclass(frozen=True)
@@ -104,8 +111,7 @@ def trace(
             if i >= 0:
                 with record_function(STEP):
                     step()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, _marks(profiler.events() or ()))
+    everyone = [list(map(Mark.of, told)) for told in gather(_marks(profiler.events() or ()))]
     under_way = messages(layer, topology.ring.rank, topology.ulysses.rank, backward)
     return assemble(everyone, {label: _alone(sent, topology) for label, sent in under_way.items()})
 

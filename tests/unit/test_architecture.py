@@ -15,11 +15,11 @@ SOURCES = sorted(ROOT.rglob("*.py"))
 
 LAYERS = {
     "errors": 0, "positions": 0, "mask": 0, "tiles": 0, "schedule": 0, "heads": 0, "placement": 0, "plugins": 0,
-    "layouts": 0, "planner": 0, "version": 0,
+    "files": 0, "layouts": 0, "planner": 0, "version": 0,
     "merge": 1, "kernels": 1, "finite": 1,
-    "agreement": 2, "topology": 2, "all_to_all": 2, "transports": 2,
+    "agreement": 2, "collect": 2, "topology": 2, "all_to_all": 2, "transports": 2,
     "arguments": 3, "ring": 3, "shard": 3, "attention": 3, "kv_cache": 3, "decode": 3,
-    "batch": 4, "data": 4, "integrations": 4, "loss": 4, "nn": 4, "probe": 4, "trace": 4, "cli": 4,
+    "batch": 4, "data": 4, "doctor": 4, "integrations": 4, "loss": 4, "nn": 4, "probe": 4, "trace": 4, "cli": 4,
 }  # fmt: skip
 """The layer of every module and package in usp/: 0 arithmetic, 1 tensors, 2 processes, 3 composition, 4 what users run.
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from usp.cli.output import picture
 from usp.errors import InputError
 from usp.planner.plan import Choice, Plan
 
@@ -44,10 +45,7 @@ def draw(plan: Plan, path: Path) -> None:
     figure.suptitle(f"{plan.model.name}, {work.seq_len:,} tokens, {plan.cluster.name}, {work.mode}", fontsize=10)
     handles, labels = whole.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(PARTS), frameon=False, fontsize=8)
-    try:
-        figure.savefig(path, dpi=110)
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot write {path}: {error}") from None
+    picture(figure, path, dpi=110)
 
 
 def _stack(axes: Any, choices: Sequence[Choice], parts: Sequence[str]) -> None:

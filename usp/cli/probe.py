@@ -11,8 +11,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from usp.cli.launch import place
 from usp.cli.output import AsJson, console, document
 from usp.errors import InputError
+from usp.files import named
 from usp.planner.spec import DTYPE_BYTES, ClusterSpec
 
 if TYPE_CHECKING:
@@ -35,7 +37,8 @@ def probe(
     as_json: AsJson = False,
 ) -> None:
     """Measure the devices and links of the processes that torchrun started, and write them to a cluster file."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    _, world_size = place()
+    if world_size < 2:
         raise InputError(
             "one process has no links to measure: start two or more with "
             "`torchrun --nproc-per-node 2 -m usp.cli probe`, one for each device"
@@ -45,6 +48,7 @@ def probe(
     import torch
     import torch.distributed as dist
 
+    from usp.collect import gather
     from usp.probe import TIMEOUT, Meter, Problem, measure
 
     device = _device()
@@ -54,15 +58,14 @@ def probe(
     dist.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
     try:
         first = dist.get_rank() == 0
-        verdict = [_refusal(output, force) if first else None]
-        dist.broadcast_object_list(verdict, src=0)  # all ranks end here, or none: nobody measures alone
-        if verdict[0] is not None:
-            raise InputError(verdict[0])
+        refusal, *_ = gather(_refusal(output, force) if first else None)
+        if refusal is not None:  # all ranks end here, or none: nobody measures alone
+            raise InputError(refusal)
         with _progress(first) as track:
             cluster = measure(problem, Meter(device, 0.05 if quick else 0.15, track))
         if first:
             _show(cluster, as_json)
-            _write(cluster, output)
+            cluster.write(output)
             console(as_json).print(f"written to {output}")
     finally:
         dist.destroy_process_group()
@@ -88,18 +91,11 @@ def _device() -> "torch.device":
 def _refusal(output: Path, force: bool) -> str | None:
     """Why the file must not or cannot be written, if so."""
     if output.is_dir() or not output.parent.is_dir():
-        wrong = f"{output} is a folder" if output.is_dir() else f"there is no folder {output.parent}"
+        wrong = f"{named(output)} is a folder" if output.is_dir() else f"there is no folder {named(output.parent)}"
         return f"{wrong}: give the name of a file in a folder that exists as --output"
     if output.exists() and not force:
-        return f"{output} exists: give --force to overwrite it, or another --output"
+        return f"{named(output)} exists: give --force to overwrite it, or another --output"
     return None
-
-
-def _write(cluster: ClusterSpec, output: Path) -> None:
-    try:
-        cluster.write(output)
-    except OSError as error:
-        raise InputError(f"cannot write {output}: {error.strerror}") from None
 
 
 @contextmanager

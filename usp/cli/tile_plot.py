@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from usp.cli.output import picture
 from usp.errors import InputError
 from usp.mask import FULL
 from usp.positions import Positions, take
@@ -155,12 +156,7 @@ def draw(schedule: Schedule, bars: Sequence[Bar], title: str, path: Path) -> Non
     last = max((bar.hop for bar in bars if bar.slowest), default=0)
     _plane(left, schedule, last)
     _bars(right, bars, last)
-    try:
-        figure.savefig(path, dpi=100)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise InputError(f"cannot write {path}: {error}") from None
+    picture(figure, path, dpi=100)
 
 
 def _within(positions: Positions, span: range) -> Positions:

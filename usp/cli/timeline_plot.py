@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from usp import files
+from usp.cli.output import picture
 from usp.errors import InputError
 from usp.planner.timeline import Span
 
@@ -49,10 +51,7 @@ def draw(spans: Sequence[Span], path: Path, title: str) -> None:
     handles, labels = axes.get_legend_handles_labels()
     shown = [(handle, label) for handle, label in zip(handles, labels, strict=True) if label]
     figure.legend(*zip(*shown, strict=True), loc="outside lower center", ncols=len(KINDS), frameon=False, fontsize=8)
-    try:
-        figure.savefig(path, dpi=110)
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot write {path}: {error}") from None
+    picture(figure, path, dpi=110)
 
 
 def chrome_events(spans: Sequence[Span]) -> dict[str, Any]:
@@ -71,7 +70,4 @@ def chrome_events(spans: Sequence[Span]) -> dict[str, Any]:
 
 def write_events(spans: Sequence[Span], path: Path) -> None:
     """Writes `chrome_events`. Raises InputError if it cannot."""
-    try:
-        path.write_text(json.dumps(chrome_events(spans)))
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from None
+    files.write(path, json.dumps(chrome_events(spans)))

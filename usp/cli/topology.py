@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from usp.cli.output import AsJson, console, document
+from usp.errors import InputError
 from usp.placement import Grid, columns, crossing, describe, place, rows
+from usp.planner.problem import MOST_DEVICES
 from usp.planner.spec import ClusterSpec
 
 EXAMPLES = (
@@ -36,6 +38,8 @@ def topology(
         spec = ClusterSpec.read(cluster)
         nodes, gpus_per_node = spec.nodes, spec.gpus_per_node
     if nodes is not None:
+        if nodes * gpus_per_node > MOST_DEVICES:
+            raise InputError(f"{nodes:,} nodes of {gpus_per_node:,} are more than {MOST_DEVICES:,} ranks: show fewer")
         names = [f"node{rank // gpus_per_node}" for rank in range(nodes * gpus_per_node)]
         _show(place(names, ulysses_degree, ring_degree, allow_cross_node), names, as_json)
         return

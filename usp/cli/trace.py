@@ -1,6 +1,5 @@
 """`usp trace`: runs attention under torchrun, and shows which messages it hides behind computing."""
 
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from rich.table import Column, Table
 
 from usp import layouts
 from usp.cli import timeline_plot
+from usp.cli.launch import place
 from usp.cli.mask_options import MaskOptions, describe_mask
 from usp.cli.output import AsJson, console, document
 from usp.errors import InputError
@@ -41,11 +41,11 @@ class ProblemOptions:
     backward: Annotated[bool, typer.Option(help="Whether a step is a forward and a backward pass.")] = True
     steps: Annotated[int, typer.Option(min=1, help="How many to trace; the one of median length is shown.")] = 5
 
-    def layer(self, workload: Workload) -> Layer:
-        """The problem that is run. Raises InputError: there is no such dtype or layout."""
+    def layer(self, workload: Workload, world_size: int) -> Layer:
+        """The problem that is run by so many ranks. Raises InputError: there is no such dtype or layout."""
         if self.dtype not in DTYPE_BYTES:
             raise InputError(f"dtype is {self.dtype!r}: it must be one of {', '.join(DTYPE_BYTES)}")
-        ring = self.ring_degree or max(1, int(os.environ["WORLD_SIZE"]) // self.ulysses_degree)
+        ring = self.ring_degree or max(1, world_size // self.ulysses_degree)
         schedule = Schedule(workload.mask, layouts.layout_for(self.layout, workload.mask), workload.seq_len, ring)
         kv_heads, bytes_each = self.kv_heads or self.heads, int(DTYPE_BYTES[self.dtype])
         shape = Shape(1, self.heads, kv_heads, self.head_dim, self.head_dim, bytes_each)
@@ -63,10 +63,11 @@ class OutputOptions:
 
 def trace(mask: MaskOptions, problem: ProblemOptions, output: OutputOptions) -> None:
     """Run attention in the processes that torchrun started, and show what it waits for, hop by hop."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    _, world_size = place()
+    if world_size < 2:
         raise InputError("one process sends nothing: start two or more with `torchrun --nproc-per-node 2 -m usp.cli`")
     workload = Workload.read(mask.fields())
-    layer = problem.layer(workload)
+    layer = problem.layer(workload, world_size)
     import torch
     import torch.distributed as dist
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from usp.errors import InputError
+from usp.files import named
 from usp.planner.spec import ModelSpec, load
 
 
@@ -135,8 +136,8 @@ def from_config(config: Mapping[str, Any] | str | Path) -> ModelSpec:
     name = path.absolute().parent.name if path.name == "config.json" else path.stem
     data = load(path)
     if not isinstance(data, Mapping):
-        raise InputError(f"{path}: a JSON object is needed, got {repr(data)[:60]}")
-    return _Config(_flat(data), str(path)).spec(name)
+        raise InputError(f"{named(path)}: a JSON object is needed, got {repr(data)[:60]}")
+    return _Config(_flat(data), named(path)).spec(name)
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -255,12 +256,12 @@ class _Config:
     def expert_layers(self, layers: int) -> int:
         """How many of the layers have experts."""
         if self.has("moe_layers"):
-            experts = self.items("moe_layers")
+            experts = _numbers(self.items("moe_layers"))
             return sum(layer in experts for layer in range(layers))
         first = self.number("first_k_dense_replace", default=0, least=0)
         every = self.number("moe_layer_freq", default=1)
         step = self.number("decoder_sparse_step", "interleave_moe_layer_step", default=1)
-        dense = self.items("mlp_only_layers")
+        dense = _numbers(self.items("mlp_only_layers"))
         return sum(
             layer not in dense and layer >= first and layer % every == 0 and (layer + 1) % step == 0
             for layer in range(layers)
@@ -292,3 +293,7 @@ class _Config:
             period = self.number("sliding_window_pattern", "no_rope_layer_interval", default=layers + 1)
             windowed = layers - layers // period
         return (size - 1, windowed) if windowed else (None, 0)
+
+
+def _numbers(items: list[Any]) -> set[int]:
+    return {item for item in items if isinstance(item, int)}

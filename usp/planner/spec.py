@@ -10,17 +10,21 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from decimal import Decimal
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from usp import files
 from usp.errors import InputError
 from usp.mask import Mask
 
 SIZES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+LONGEST_NUMBER = 1000
+"""Characters of a number in a file."""
 MOST_CHUNKS = 2**12
 """Chunks of the finest cut that is planned for: every boundary is listed."""
 
@@ -46,16 +50,36 @@ def load(path: str | Path) -> Any:
     Raises:
         InputError: in one line, it cannot be read, or is neither.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {str(path)!r}: {getattr(error, 'strerror', None) or error}") from None
+    text = files.read(path)
     try:
         with suppress(ValueError):
             return json.loads(text)  # first, since YAML 1.1 reads JSON's 1e-05 as text
-        return yaml.safe_load(text)
+        return _Loader(text).get_single_data()
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} is neither JSON nor YAML: {' '.join(str(error).split())}") from None
+        raise InputError(f"{files.named(path)} is neither JSON nor YAML: {' '.join(str(error).split())}") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain values, of which there are no more than a file can hold without aliases.
+
+    An alias costs three characters and may stand for millions of values, which those who merge or write them pay for;
+    what holds itself has no end. A number in base 60 is read in the square of its length.
+    """
+
+    def construct_document(self, node: Any) -> Any:
+        size, left = 0, [node]
+        while left:
+            part = left.pop()
+            size += len(part.value)  # characters, items or pairs: each takes a byte of the file at least
+            if size > files.MOST_BYTES:
+                raise yaml.YAMLError(f"its aliases stand for more than {files.MOST_BYTES:,} values")
+            if isinstance(part, yaml.MappingNode):
+                left += chain.from_iterable(part.value)
+            elif isinstance(part, yaml.SequenceNode):
+                left += part.value
+            elif len(part.value) > LONGEST_NUMBER and part.tag != "tag:yaml.org,2002:str":
+                raise yaml.YAMLError(f"a number of {len(part.value):,} characters")
+        return super().construct_document(node)
 
 
 Count = Annotated[int, Field(ge=1, le=2**40)]
@@ -79,7 +103,7 @@ class Spec(BaseModel):
             InputError: in one line, the file cannot be read, or which fields are wrong, what they hold and what is
                 wanted.
         """
-        data, where = (source, "") if isinstance(source, Mapping) else (load(source), f"{source}: ")
+        data, where = (source, "") if isinstance(source, Mapping) else (load(source), f"{files.named(source)}: ")
         try:
             text = json.dumps(data, default=lambda value: dict(value) if isinstance(value, Mapping) else [repr(value)])
         except (TypeError, ValueError, RecursionError) as error:
@@ -90,10 +114,14 @@ class Spec(BaseModel):
             raise InputError(f"{where}{explain(error, cls)}") from None
 
     def write(self, path: str | Path) -> None:
-        """Writes it as YAML, or as JSON if the name says so."""
+        """Writes it as YAML, or as JSON if the name says so.
+
+        Raises:
+            InputError: the file cannot be written; what was there before is there still.
+        """
         data = self.model_dump(mode="json", exclude_none=True)
         text = json.dumps(data, indent=2) if Path(path).suffix == ".json" else yaml.safe_dump(data, sort_keys=False)
-        Path(path).write_text(text, encoding="utf-8")
+        files.write(path, text)
 
 
 class ModelSpec(Spec):
