@@ -1,7 +1,7 @@
 """Exact attention over a sequence sharded across processes: hybrid Ulysses + Ring sequence parallelism.
 
-`usp.positions`, `usp.shard` and `usp.attention` are functions, although modules of those names exist beside them
-(`from usp.positions import ...` reaches the module). Names load on first use: arithmetic needs no torch.
+`usp.positions`, `usp.shard`, `usp.attention` and `usp.check` are functions, although modules of those names exist
+beside them (`from usp.positions import ...` reaches the module). Names load on first use: arithmetic needs no torch.
 """
 
 import importlib
@@ -14,6 +14,7 @@ from usp.version import __version__ as __version__
 if TYPE_CHECKING:
     from usp.attention import USPAttention, attention
     from usp.batch import check_batch, shard_batch
+    from usp.check import CheckReport, check
     from usp.decode import decode, extend
     from usp.errors import (
         AgreementError,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AgreementError",
     "Band",
+    "CheckReport",
     "ClusterSpec",
     "InputError",
     "KVCache",
@@ -53,6 +55,7 @@ __all__ = [
     "USPError",
     "Workload",
     "attention",
+    "check",
     "check_batch",
     "check_replicas",
     "count_targets",
@@ -71,6 +74,7 @@ __all__ = [
 _HOME = {
     "AgreementError": "errors",
     "Band": "mask",
+    "CheckReport": "check",
     "ClusterSpec": "planner.spec",
     "InputError": "errors",
     "KVCache": "kv_cache",
@@ -87,6 +91,7 @@ _HOME = {
     "USPError": "errors",
     "Workload": "planner.spec",
     "attention": "attention",
+    "check": "check",
     "check_batch": "batch",
     "check_replicas": "loss",
     "count_targets": "loss",

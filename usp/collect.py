@@ -18,9 +18,9 @@ def gather(value: Any, group: Group = None) -> list[Any]:
         group: a process group; None: the default one.
     """
     text, device = json.dumps(value).encode(), _device(group)
-    sizes = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(sizes, torch.tensor([len(text)], device=device), group=group)
-    longest = int(sizes.max())
+    sizes = list(torch.empty(dist.get_world_size(group), 1, dtype=torch.int64, device=device))
+    dist.all_gather(sizes, torch.tensor([len(text)], device=device), group=group)
+    longest = int(max(sizes))
     padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(device)  # JSON may end in spaces
     texts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(texts, padded, group=group)

@@ -19,7 +19,8 @@ LAYERS = {
     "merge": 1, "kernels": 1, "finite": 1,
     "agreement": 2, "collect": 2, "topology": 2, "all_to_all": 2, "transports": 2,
     "arguments": 3, "ring": 3, "shard": 3, "attention": 3, "kv_cache": 3, "decode": 3,
-    "batch": 4, "data": 4, "doctor": 4, "integrations": 4, "loss": 4, "nn": 4, "probe": 4, "trace": 4, "cli": 4,
+    "batch": 4, "check": 4, "data": 4, "doctor": 4, "integrations": 4, "loss": 4, "nn": 4, "probe": 4, "trace": 4,
+    "cli": 4,
 }  # fmt: skip
 """The layer of every module and package in usp/: 0 arithmetic, 1 tensors, 2 processes, 3 composition, 4 what users run.
 
@@ -271,10 +272,11 @@ def test_arithmetic_needs_no_torch():
 
 def test_the_public_names():
     assert usp.__all__ == [
-        "AgreementError", "Band", "ClusterSpec", "InputError", "KVCache", "KernelError", "Mask", "ModelSpec",
-        "NumericsError", "Plan", "Schedule", "Topology", "TopologyError", "TransportError", "USPAttention", "USPError",
-        "Workload", "attention", "check_batch", "check_replicas", "count_targets", "cross_entropy", "decode",
-        "extend", "layout_for", "linear_cross_entropy", "plan", "positions", "shard", "shard_batch", "unshard",
+        "AgreementError", "Band", "CheckReport", "ClusterSpec", "InputError", "KVCache", "KernelError", "Mask",
+        "ModelSpec", "NumericsError", "Plan", "Schedule", "Topology", "TopologyError", "TransportError", "USPAttention",
+        "USPError", "Workload", "attention", "check", "check_batch", "check_replicas", "count_targets", "cross_entropy",
+        "decode", "extend", "layout_for", "linear_cross_entropy", "plan", "positions", "shard", "shard_batch",
+        "unshard",
     ]  # fmt: skip
     for name in usp.__all__:
         assert getattr(usp, name).__name__ == name
@@ -288,7 +290,7 @@ def test_other_names_are_attribute_errors():
 
 CHECK = """
 import types
-for name in ("positions", "shard", "attention", "decode"):
+for name in ("positions", "shard", "attention", "decode", "check"):
     thing = getattr(usp, name)
     assert isinstance(thing, types.FunctionType) and thing.__name__ == name, (name, thing)
 from usp.positions import split

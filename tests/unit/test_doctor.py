@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from usp import doctor, kernels
 from usp.cli.app import app
-from usp.cli.launch import place
+from usp.cli.processes import place
 from usp.doctor import Finding, Report, examine, gather, look, meet, reach, spelled
 from usp.errors import InputError, TransportError
 

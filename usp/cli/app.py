@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from usp.cli import doctor, explain, plan, probe, simulate, topology, trace
+from usp.cli import check, doctor, explain, plan, probe, simulate, topology, trace
 from usp.cli.options import grouped
 from usp.errors import USPError
 
@@ -28,6 +28,7 @@ app.command(epilog=explain.EXAMPLES)(grouped(explain.explain))
 app.command(epilog=probe.EXAMPLES)(probe.probe)
 app.command(epilog=trace.EXAMPLES)(grouped(trace.trace))
 app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
+app.command(epilog=check.EXAMPLES)(grouped(check.check))
 
 
 def main() -> None:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from usp.cli.launch import place
 from usp.cli.output import AsJson, console, document
+from usp.cli.processes import place
 
 if TYPE_CHECKING:
     from usp.doctor import Finding

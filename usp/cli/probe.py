@@ -1,24 +1,16 @@
 """`usp probe`: measures the devices and links under torchrun and writes the cluster file that `usp plan` reads."""
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
-from usp.cli.launch import place
 from usp.cli.output import AsJson, console, document
+from usp.cli.processes import place, progress, this_device
 from usp.errors import InputError
 from usp.files import named
 from usp.planner.spec import DTYPE_BYTES, ClusterSpec
-
-if TYPE_CHECKING:
-    import torch
 
 EXAMPLES = (
     "Examples: `torchrun --nproc-per-node 8 -m usp.cli probe` on one node; with `--nnodes 2` and torchrun's other "
@@ -51,7 +43,7 @@ def probe(
     from usp.collect import gather
     from usp.probe import TIMEOUT, Meter, Problem, measure
 
-    device = _device()
+    device = this_device()
     cuda = device.type == "cuda"
     usual_dim, usual_dtype, usual_length = (128, "bfloat16", 32768) if cuda else (64, "float32", 4096)
     problem = Problem(heads, head_dim or usual_dim, getattr(torch, dtype or usual_dtype), max_length or usual_length)
@@ -61,7 +53,7 @@ def probe(
         refusal, *_ = gather(_refusal(output, force) if first else None)
         if refusal is not None:  # all ranks end here, or none: nobody measures alone
             raise InputError(refusal)
-        with _progress(first) as track:
+        with progress(first) as track:
             cluster = measure(problem, Meter(device, 0.05 if quick else 0.15, track))
         if first:
             _show(cluster, as_json)
@@ -69,23 +61,6 @@ def probe(
             console(as_json).print(f"written to {output}")
     finally:
         dist.destroy_process_group()
-
-
-def _device() -> "torch.device":
-    """This process's GPU, or the CPU where there is none."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    gpus, processes = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
-    if processes > gpus:
-        raise InputError(
-            f"{processes} processes were started on a node of {gpus} GPUs: start one for each GPU, "
-            "or set CUDA_VISIBLE_DEVICES= to measure the CPU"
-        )
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    return device
 
 
 def _refusal(output: Path, force: bool) -> str | None:
@@ -96,13 +71,6 @@ def _refusal(output: Path, force: bool) -> str | None:
     if output.exists() and not force:
         return f"{named(output)} exists: give --force to overwrite it, or another --output"
     return None
-
-
-@contextmanager
-def _progress(shown: bool) -> Iterator[Callable[[Sequence[int], str], Iterable[int]]]:
-    """Bars on standard error, or on ranks that show nothing, none."""
-    with Progress(console=Console(stderr=True), transient=True, disable=not shown) as progress:
-        yield lambda items, what: progress.track(items, description=what)
 
 
 def _show(cluster: ClusterSpec, as_json: bool) -> None:

@@ -10,9 +10,9 @@ from rich.table import Column, Table
 
 from usp import layouts
 from usp.cli import timeline_plot
-from usp.cli.launch import place
 from usp.cli.mask_options import MaskOptions, describe_mask
 from usp.cli.output import AsJson, console, document
+from usp.cli.processes import place
 from usp.errors import InputError
 from usp.planner.spec import DTYPE_BYTES, Workload
 from usp.planner.timeline import Hop, hidden, hops
