@@ -61,7 +61,10 @@ def run(case: Case, topology: Topology) -> list[Tensor]:
 
 
 def failures(case: Case, results: list[Tensor]) -> list[str]:
-    """What breaks the bound: float64 1e-12, float32 2e-6, half precision 1.5 times single-device attention's error."""
+    """What breaks the bound: float64 1e-12, float32 2e-6, below float64 also 1.5 times single-device attention's error.
+
+    In float32 that is more only where terms cancel in a reference of a few numbers.
+    """
     q, k, v, dout = case.tensors()
     seen = visible(Mask.parse(case.mask), case.seq_len)
     reference = dense_attention(q, k, v, dout, seen)
@@ -71,16 +74,16 @@ def failures(case: Case, results: list[Tensor]) -> list[str]:
         [t.masked_fill(dead, 0.0) if i == 1 else t for i, t in enumerate(x)] for x in (results, reference)
     )
     errors = [relative_error(x, ref) for x, ref in zip(results, reference, strict=True)]
-    if case.dtype in BOUNDS:
-        bounds = [BOUNDS[case.dtype]] * 5
-    else:
+    bounds = [BOUNDS.get(case.dtype, BOUNDS[torch.float32])] * 5
+    if case.dtype != torch.float64 and max(errors) > bounds[0]:
         single = [
             relative_error(x, ref)
             for x, ref in zip(_single_device(case, seen), (reference[0], *reference[2:]), strict=True)
         ]
         # torch's CPU kernel takes a fast exponential in half precision: an lse of its own is off by up to 1e-4
+        lse = bounds[1] if case.dtype in BOUNDS else 1e-4
         bounds = [max(1.5 * error, BOUNDS[torch.float32]) for error in single]
-        bounds.insert(1, 1e-4)
+        bounds.insert(1, lse)
     for name, error, bound, dtype in zip(NAMES, errors, bounds, [x.dtype for x in results], strict=True):
         if not error <= bound:
             wrong.append(f"{name}: {error:.2e} > {bound:.2e}")
