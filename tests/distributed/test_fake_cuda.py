@@ -6,15 +6,13 @@ that requires a gradient aborts the process.
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 import usp
 from usp import kernels, transports
 from usp.all_to_all import Deal, exchange
+from usp.dry_run import fakes, world
 from usp.heads import groups
 from usp.kernels.base import Call, Scores
 from usp.mask import Mask
@@ -25,39 +23,13 @@ from usp.schedule import Schedule
 WORLD, RANK = 64, 27
 PACKED = Mask.causal() & Mask.documents([37] * 443 + [20])
 """16,411 tokens."""
-
-
 aten = torch.ops.aten
 
 
-def sliced(x, index):
-    """`x[index]` for slices."""
-    index = index if isinstance(index, tuple) else (index,)
-    if Ellipsis in index:
-        at = index.index(Ellipsis)
-        index = index[:at] + (slice(None),) * (x.ndim - len(index) + 1) + index[at + 1 :]
-    for dim, part in enumerate(index):
-        x = aten.slice.Tensor(x, dim, part.start, part.stop)
-    return x
-
-
-BY_OPS = {
-    "__getitem__": sliced,
-    "__setitem__": lambda x, index, value: aten.copy_.default(sliced(x, index), value),
-    "copy_": aten.copy_.default,
-    "contiguous": aten.contiguous.default,
-}
-"""Methods whose Python bindings ask for a CUDA device guard, which a CPU build lacks, by the ops that they call."""
-
-
 @pytest.fixture
-def topology(monkeypatch):
-    for name, op in BY_OPS.items():
-        monkeypatch.setattr(FakeTensor, name, lambda *args, op=op: op(*args), raising=False)
-    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=WORLD)
-    nodes = [str(rank // 8) for rank in range(WORLD)]
-    yield usp.Topology.build(8, 8, nodes=nodes, check="off")
-    dist.destroy_process_group()
+def topology():
+    with world(RANK, [str(rank // 8) for rank in range(WORLD)], 8, 8) as topology:
+        yield topology
 
 
 @pytest.mark.parametrize("transport", ["p2p", "all_gather"])
@@ -78,7 +50,7 @@ def test_forward_and_backward_of_one_rank(topology, transport, mask, layout, hea
     lengths = tuple(len(run) for run in split(schedule.length(topology.ring.rank), 8))
     deal = Deal(heads, (heads, kv_heads, kv_heads), lengths)
     ulysses = transports.load("auto", topology.ulysses.group)
-    with FakeTensorMode():
+    with fakes():
         like = dict(dtype=torch.bfloat16, device="cuda")
         local = lengths[topology.ulysses.rank]
         qkv = [torch.empty(2, local, h, 128, **like) for h in (heads, kv_heads, kv_heads)]
@@ -120,7 +92,7 @@ class Launches(TorchDispatchMode):
 def test_documents_are_sequences_of_a_few_launches(topology, layout):
     schedule = Schedule(PACKED, layout, 16_411, 8)
     length = schedule.length(topology.ring.rank)
-    with FakeTensorMode():
+    with fakes():
         q, k, v = (torch.empty(2, length, h, 128, dtype=torch.bfloat16, device="cuda") for h in (8, 1, 1))
         end = transports.load("p2p", topology.ring.group)
         ring = Ring((schedule,), end, kernels.load("sdpa"), (8,), Scores(128**-0.5))
@@ -146,7 +118,7 @@ def test_documents_are_sequences_of_a_few_launches(topology, layout):
 
 def test_the_module_under_fake_tensors(topology):
     attn = usp.USPAttention(topology=topology, layout="zigzag")
-    with FakeTensorMode(), torch.no_grad():
+    with fakes(), torch.no_grad():
         q, k, v = (torch.empty(1, 2048, h, 128, dtype=torch.bfloat16, device="cuda") for h in (64, 8, 8))
         out, lse = attn(q, k, v, is_causal=True, return_lse=True)
     assert (out.shape, out.dtype, out.device.type) == (q.shape, torch.bfloat16, "cuda")

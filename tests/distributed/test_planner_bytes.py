@@ -4,14 +4,15 @@ The process group is torch's fake one, so that any rank of up to 512 can be run 
 never filled in: numbers mean nothing here, sizes do.
 """
 
+import math
 import random
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import usp
+from usp.dry_run import world
 from usp.mask import Mask
 from usp.planner.traffic import Layer, Shape, bytes_all_to_all, bytes_ring
 from usp.schedule import Schedule
@@ -56,10 +57,8 @@ class Wires:
 def assert_equal_bytes(monkeypatch, rank: int, layer: Layer, dtype: torch.dtype) -> None:
     """One rank's forward and backward pass against the planner's arithmetic."""
     schedule, shape = layer.schedule, layer.shape
-    world = layer.ulysses_degree * schedule.ring_degree
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    try:
-        topology = usp.Topology.build(layer.ulysses_degree, schedule.ring_degree, nodes=["n"] * world, check="off")
+    degrees = layer.ulysses_degree, schedule.ring_degree
+    with world(rank, ["n"] * math.prod(degrees), *degrees) as topology:
         wires = Wires(monkeypatch)
         attn = usp.USPAttention(
             topology=topology, layout=schedule.layout, transport=layer.transport if topology.ring.degree > 1 else "auto"
@@ -79,8 +78,6 @@ def assert_equal_bytes(monkeypatch, rank: int, layer: Layer, dtype: torch.dtype)
             counted = wires.take(topology.ulysses.group), wires.take(topology.ring.group)
             predicted = sum(bytes_all_to_all(layer, *place, backward)), bytes_ring(layer, *place, backward)
             assert counted == predicted, (rank, backward, layer)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("transport", ["p2p", "all_gather"])

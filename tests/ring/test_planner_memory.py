@@ -1,55 +1,22 @@
 """The planner's memory against what the code holds: live bytes, counted at every operation."""
 
 import itertools
-import weakref
-from typing import Any
+import math
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-import usp
-from usp import transports
-from usp.all_to_all import Deal, exchange
-from usp.heads import groups
+from usp.dry_run import How, Meter, run, world
 from usp.kernels.base import Call, Kernel, Result, Scores
 from usp.mask import Band
 from usp.merge import accumulation_dtype
 from usp.planner import memory
 from usp.planner.spec import ModelSpec, Workload
-from usp.positions import split
-from usp.ring import Ring
+from usp.planner.traffic import Layer, Shape
 from usp.schedule import Schedule
-
-
-class Peak(TorchDispatchMode):
-    """Counts the bytes of the storages that operations made and that are still alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live_bytes = self.peak_bytes = 0
-        self._seen: set[int] = set()
-
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) not in self._seen:
-                self._seen.add(key)
-                self.live_bytes += tensor.untyped_storage().nbytes()
-                weakref.finalize(tensor.untyped_storage(), self._free, key, tensor.untyped_storage().nbytes())
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        return result
-
-    def _free(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.live_bytes -= size
 
 
 class Holds(Kernel):
@@ -77,45 +44,13 @@ class Holds(Kernel):
 
 def measured(model: ModelSpec, workload: Workload, degrees: tuple[int, int], layout: str, transport: str) -> int:
     """Peak bytes of attention, with its inputs and what it saves, on the fullest of all ranks."""
-    return max(_measured(model, workload, degrees, layout, transport, rank) for rank in range(degrees[0] * degrees[1]))
-
-
-def _measured(
-    model: ModelSpec, workload: Workload, degrees: tuple[int, int], layout: str, transport: str, rank: int
-) -> int:
-    """What `usp.attention` does, below its checks and its ops: inside an op nothing can be counted."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=degrees[0] * degrees[1])
-    try:
-        topology = usp.Topology.build(*degrees, nodes=["node"] * degrees[0] * degrees[1], check="off")
-        ulysses = transports.load("auto", topology.ulysses.group)
-        schedule = Schedule(workload.mask, layout, workload.seq_len, degrees[1])
-        lengths = tuple(len(run) for run in split(schedule.length(topology.ring.rank), degrees[0]))
-        heads, kv_heads = model.heads, model.kv_heads
-        there = Deal(heads, (heads, kv_heads, kv_heads), lengths)
-        back = Deal(heads, (heads,), lengths)
-        own = groups(heads, kv_heads, degrees[0], topology.ulysses.rank)
-        ring = Ring((schedule,), transports.load(transport, topology.ring.group), Holds(), own, Scores(1.0))
-        shape, dtype = (workload.batch, lengths[topology.ulysses.rank]), getattr(torch, model.dtype)
-        widths = ((heads, model.head_dim), (kv_heads, model.head_dim), (kv_heads, model.value_dim))
-
-        def swap(tensors: list[Tensor], deal: Deal, to_heads: bool) -> list[Tensor]:
-            return exchange(tensors, deal, to_heads, ulysses) if degrees[0] > 1 else tensors
-
-        with Peak() as peak:
-            shards = [torch.empty(*shape, *width, dtype=dtype) for width in widths]
-            q, k, v = swap(shards, there, True)
-            out, lse = ring.forward(q, k, v)
-            returned = swap([out], back, False)
-            if workload.mode == "inference":
-                return peak.peak_bytes
-            del shards  # what the model computed for attention is not saved
-            (dout,) = swap([torch.empty_like(returned[0])], back, True)
-            gradients = list(ring.backward(dout, q, k, v, out, lse))
-            del dout, q, k, v, out, lse  # as autograd lets go of what a node has saved
-            swap(gradients, there, False)
-        return peak.peak_bytes
-    finally:
-        dist.destroy_process_group()
+    schedule = Schedule(workload.mask, layout, workload.seq_len, degrees[1])
+    layer = Layer(Shape.of(model, workload), schedule, degrees[0], transport)
+    how, nodes, held = How(model.dtype, "cpu", backward=workload.mode == "train"), ["node"] * math.prod(degrees), []
+    for rank in range(len(nodes)):
+        with world(rank, nodes, *degrees) as topology:
+            held.append(run(layer, topology, Holds(), how).peak_bytes)
+    return max(held)
 
 
 @pytest.mark.parametrize("mode", ["train", "inference"])
@@ -144,7 +79,7 @@ def test_the_loss_holds_what_is_estimated():
     tokens, vocab = 512, 1000
     hidden, matrix = (torch.randn(n, 8, dtype=torch.bfloat16) for n in (tokens, vocab))
     hidden.requires_grad_()
-    with Peak() as peak:
+    with Meter() as peak:
         logits = hidden @ matrix.T
         F.cross_entropy(logits.float(), torch.zeros(tokens, dtype=torch.long)).backward()
     model = ModelSpec(heads=1, kv_heads=1, head_dim=1, hidden=1, intermediate=1, vocab=vocab, parameters=1)

@@ -19,7 +19,8 @@ LAYERS = {
     "merge": 1, "kernels": 1, "finite": 1,
     "agreement": 2, "collect": 2, "topology": 2, "all_to_all": 2, "transports": 2,
     "arguments": 3, "ring": 3, "shard": 3, "attention": 3, "kv_cache": 3, "decode": 3,
-    "batch": 4, "check": 4, "data": 4, "doctor": 4, "integrations": 4, "loss": 4, "nn": 4, "probe": 4, "trace": 4,
+    "batch": 4, "check": 4, "data": 4, "doctor": 4, "dry_run": 4, "integrations": 4, "loss": 4, "nn": 4, "probe": 4,
+    "trace": 4,
     "cli": 4,
 }  # fmt: skip
 """The layer of every module and package in usp/: 0 arithmetic, 1 tensors, 2 processes, 3 composition, 4 what users run.

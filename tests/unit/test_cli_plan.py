@@ -334,7 +334,7 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch
             "tensor_parallel=8 does not divide the 28 heads: use 1, 2, 4, 7",
         ),
         ([*LLAMA, "--cluster", "/nowhere.yaml"], 1, "--cluster says it all: leave out --gpu"),
-        (["--model", "llama3-8b", "--seq-len", "8K", "--cluster", "/nowhere.yaml"], 1, "cannot read '/nowhere.yaml'"),
+        (["--model", "llama3-8b", "--seq-len", "8K", "--cluster", "/nowhere.yaml"], 1, "cannot read /nowhere.yaml"),
         ([*LLAMA, "--seq-len", "8x"], 2, "--seq-len"),
         ([*LLAMA, "--window", "3"], 2, "--window"),
         ([*LLAMA, "--prefix", "1M"], 1, "prefix=1048576 is more than seq_len=131072"),

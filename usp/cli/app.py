@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from usp.cli import check, doctor, explain, plan, probe, simulate, topology, trace
+from usp.cli import check, doctor, dry_run, explain, plan, probe, simulate, topology, trace
 from usp.cli.options import grouped
 from usp.errors import USPError
 
@@ -23,6 +23,7 @@ def usp(show_version: Annotated[bool, typer.Option("--version", help="Print the 
 
 app.command(epilog=plan.EXAMPLES)(grouped(plan.plan))
 app.command(epilog=simulate.EXAMPLES)(grouped(simulate.simulate))
+app.command("dry-run", epilog=dry_run.EXAMPLES)(grouped(dry_run.dry_run))
 app.command(epilog=topology.EXAMPLES)(topology.topology)
 app.command(epilog=explain.EXAMPLES)(grouped(explain.explain))
 app.command(epilog=probe.EXAMPLES)(probe.probe)

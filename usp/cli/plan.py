@@ -1,7 +1,8 @@
 """`usp plan`: which degrees, layout and transport for a model on a cluster, and what the others would cost."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from usp.planner import hardware, models
 from usp.planner.plan import Choice, Plan
 from usp.planner.plan import plan as make_plan
 from usp.planner.spec import ClusterSpec, ModelSpec, Workload
+from usp.planner.traffic import TRANSPORTS, transport_kind
 
 EXAMPLES = (
     "Examples: `usp plan --model llama3-8b --gpus 32 --gpus-per-node 8 --gpu h100 --seq-len 1M`; "
@@ -107,6 +109,37 @@ class WorkloadOptions:
             InputError: a field is wrong.
         """
         return Workload.read(mask.fields(causal=model.vocab > 0) | vars(self))
+
+
+@dataclass(frozen=True)
+class ChoiceOptions:
+    """One of a plan's choices: what is not given is as in the best."""
+
+    ulysses_degree: Annotated[int | None, typer.Option("--ulysses-degree", "-u", help="Ranks of a group.")] = None
+    ring_degree: Annotated[int | None, typer.Option("--ring-degree", "-r", help="Ranks of the ring.")] = None
+    layout: Annotated[str | None, typer.Option(help=f"One of {', '.join(layouts.names())}.")] = None
+    transport: Annotated[str | None, typer.Option(help=f"One of {', '.join(TRANSPORTS)}.")] = None
+
+    def choose(self, made: Plan) -> Choice:
+        """The best choice of a plan that is as the options say.
+
+        Raises:
+            InputError: there is none.
+        """
+        if self.transport and transport_kind(self.transport) not in TRANSPORTS:
+            raise InputError(f"unknown transport {self.transport!r}: there are {', '.join(TRANSPORTS)}")
+        names = [field.name for field in fields(ChoiceOptions)]
+        wanted = {name: value for name in names if (value := getattr(self, name)) is not None}
+        for choice in made.choices:
+            free = ("layout", "transport") if choice.ring_degree == 1 else ()  # where they decide nothing
+            if all(f"{getattr(choice, name)}:".startswith(f"{wanted[name]}:") for name in wanted if name not in free):
+                return choice
+        given = ", ".join(f"{name}={value}" for name, value in wanted.items()) or "legal degrees"
+        degrees = {name: wanted[name] for name in names[:2] if name in wanted}
+        rejected = (pair.why for pair in made.rejected if degrees and degrees.items() <= vars(pair).items())
+        why = "".join(f" ({objection})" for objection in islice(rejected, 1))
+        legal = ", ".join(sorted({f"{c.ulysses_degree} x {c.ring_degree}" for c in made.choices})) or "none"
+        raise InputError(f"the plan has no choice with {given}{why}: its U x R are {legal}")
 
 
 @dataclass(frozen=True)

@@ -9,21 +9,17 @@ import typer
 from pydantic import BaseModel, ConfigDict, Field
 from rich.table import Table
 
-from usp import layouts
 from usp.cli import timeline_plot
 from usp.cli.mask_options import MaskOptions, describe_mask
 from usp.cli.output import AsJson, console, document
-from usp.cli.plan import ClusterOptions, ModelOptions, WorkloadOptions
+from usp.cli.plan import ChoiceOptions, ClusterOptions, ModelOptions, WorkloadOptions
 from usp.errors import InputError
 from usp.planner.cost import seconds
-from usp.planner.plan import Choice, Plan
 from usp.planner.plan import plan as make_plan
 from usp.planner.problem import Problem
 from usp.planner.programs import Work
-from usp.planner.simulate import GENERATORS
 from usp.planner.simulate import simulate as run
 from usp.planner.timeline import Timeline
-from usp.planner.traffic import TRANSPORTS, transport_kind
 
 EXAMPLES = (
     "Examples: `usp simulate --model llama3-8b --gpus 32 --gpu h100 --seq-len 128K`; "
@@ -35,34 +31,11 @@ SHOWN = 12
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """How the layer is run: what is not given is as in the best plan."""
+class RunOptions(ChoiceOptions):
+    """How the layer is run."""
 
-    ulysses_degree: Annotated[int | None, typer.Option("--ulysses-degree", "-u", help="Ranks of a group.")] = None
-    ring_degree: Annotated[int | None, typer.Option("--ring-degree", "-r", help="Ranks of the ring.")] = None
-    layout: Annotated[str | None, typer.Option(help=f"One of {', '.join(layouts.names())}.")] = None
-    transport: Annotated[str | None, typer.Option(help=f"One of {', '.join(GENERATORS)}.")] = None
     backward: Annotated[bool, typer.Option("--backward", help="The backward pass.")] = False
     adapters: Annotated[int | None, typer.Option(min=1, help="Network adapters of a node; one a device.")] = None
-
-    def choose(self, made: Plan) -> Choice:
-        """The best choice of a plan that is as the options say.
-
-        Raises:
-            InputError: there is none.
-        """
-        wanted = {name: getattr(self, name) for name in ("ulysses_degree", "ring_degree", "layout", "transport")}
-        wanted = {name: value for name, value in wanted.items() if value is not None}
-        if self.transport and transport_kind(self.transport) not in TRANSPORTS:
-            wanted.pop("transport")
-        for choice in made.choices:
-            free = ("layout", "transport") if choice.ring_degree == 1 else ()  # where they decide nothing
-            names = (f"{getattr(choice, name)}:".startswith(f"{wanted[name]}:") for name in wanted if name not in free)
-            if all(names):
-                return choice
-        given = ", ".join(f"{name}={value}" for name, value in wanted.items())
-        legal = ", ".join(sorted({f"{c.ulysses_degree} x {c.ring_degree}" for c in made.choices}))
-        raise InputError(f"the plan has no choice with {given or 'legal degrees'}: its U x R are {legal or 'none'}")
 
     def sharing(self, gpus_per_node: int) -> int:
         """Devices of each adapter.
@@ -119,8 +92,6 @@ def simulate(
     problem = Problem(shape, cluster.read(), workload.read(mask, shape))
     choice = how.choose(make_plan(shape, problem.cluster, problem.workload))
     degrees, name = (choice.ulysses_degree, choice.ring_degree), choice.transport
-    if how.transport and transport_kind(how.transport) not in TRANSPORTS:
-        name = how.transport
     (_, layer), *_ = problem.layers(*degrees, choice.layout, name)
     work = Work(layer, problem.machines[degrees], how.backward)
     sharing = how.sharing(problem.cluster.gpus_per_node)

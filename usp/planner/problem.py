@@ -105,11 +105,21 @@ class Problem:
         return survey(layer.schedule, BUDGET).slowest * ring_degree / pairs(whole, whole, layer.schedule.mask)
 
 
+def nodes(cluster: ClusterSpec, tensor_parallel: int, ranks: int) -> list[str]:
+    """The node of each of so many ranks, each a tensor-parallel group, dealt in order."""
+    slots = _slots(cluster, tensor_parallel)
+    return [str(rank // slots) for rank in range(ranks)]
+
+
+def _slots(cluster: ClusterSpec, tensor_parallel: int) -> int:
+    """Tensor-parallel groups of a node."""
+    return max(1, cluster.gpus_per_node // tensor_parallel)
+
+
 def locate(cluster: ClusterSpec, ulysses_degree: int, ring_degree: int, tensor_parallel: int, ranks: int) -> Machine:
     """The cluster, with the groups of so many ranks, each a tensor-parallel group, dealt to its nodes in order."""
-    slots = max(1, cluster.gpus_per_node // tensor_parallel)
-    nodes = [str(rank // slots) for rank in range(ranks)]
-    grids = place(nodes, ulysses_degree, ring_degree, allow_cross_node=True)
+    slots = _slots(cluster, tensor_parallel)
+    grids = place(nodes(cluster, tensor_parallel, ranks), ulysses_degree, ring_degree, allow_cross_node=True)
     return Machine(cluster, span(rows(grids), slots, tensor_parallel), span(columns(grids), slots, tensor_parallel))
 
 
