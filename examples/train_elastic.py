@@ -18,6 +18,7 @@ import typer
 from finetune_long_context import restore, state
 from pretrain_tiny_lm import CUDA, DEVICE, FILES, Decoder, prepare, update
 from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import usp
@@ -28,8 +29,8 @@ LAYOUT = "zigzag"
 
 def join(attempt: int) -> None:
     """Makes the process group. torchrun keeps one store for all attempts, and gloo's addresses of the last in it."""
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    store = dist.PrefixStore(f"attempt {attempt}", store)
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = PrefixStore(f"attempt {attempt}", store)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("nccl" if CUDA else "gloo", store=store, rank=rank, world_size=world_size)
 

@@ -133,7 +133,11 @@ class LongContextCollator:
                 raise InputError(f"document {index} is a text and there is no tokenizer: give one, or give tokens")
             tokens = self.tokenizer(document)
             tokens = tokens["input_ids"] if isinstance(tokens, Mapping) else tokens
-        tokens = torch.as_tensor(list(tokens) if isinstance(tokens, bytes | range) else tokens)
+        try:
+            tokens = torch.as_tensor(list(tokens) if isinstance(tokens, bytes | range) else tokens)
+        except (TypeError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            raise InputError(f"document {index}: its tokens must be integers (n,), and torch says: {reason}") from None
         if tokens.ndim != 1 or (tokens.numel() and (tokens.dtype.is_floating_point or tokens.dtype is torch.bool)):
             raise InputError(
                 f"document {index} is {tokens.dtype} of shape {tuple(tokens.shape)}: its tokens must be integers (n,)"
