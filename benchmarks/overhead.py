@@ -4,7 +4,8 @@
 
 Three things take turns, each between barriers: the call, its kernel calls alone on tensors of the same shapes, and bare
 collectives of the same bytes (for a ring irecv and isend of the keys and values, for Ulysses two all_to_all_single).
-`overhead` is (call - kernels) / collectives, of medians over rounds of the slowest rank: 1.00 would be free.
+`overhead` is (call - kernels) / collectives, of medians over rounds of the slowest rank: 1.00 would be free. "always" and
+"debug" are the same call in topologies with that `check`: what comparing every call costs, and looking at every number.
 """
 
 import json
@@ -33,10 +34,15 @@ HEADS, HEAD_DIM, LOCAL, ROUNDS = 8, 64, 128, 300
 def measure(rank: int, grid: Grid) -> dict[str, float]:
     """Median seconds of the call, of its kernels and of bare collectives, on the slowest rank."""
     topology = usp.Topology.build(grid.ulysses, grid.ring)
-    attend = usp.USPAttention(topology=topology, layout="zigzag")
+    attend, always, debug = (
+        usp.USPAttention(topology=usp.Topology.build(grid.ulysses, grid.ring, check=check), layout="zigzag")
+        for check in ("first", "always", "debug")
+    )
     q, k, v = (torch.randn(1, LOCAL, HEADS, HEAD_DIM) for _ in range(3))
     works: dict[str, Callable[[], Any]] = {
         "call": lambda: attend(q, k, v, is_causal=True),
+        "always": lambda: always(q, k, v, is_causal=True),
+        "debug": lambda: debug(q, k, v, is_causal=True),
         "kernels": kernel_calls(topology),
         "collectives": ring_messages(rank) if grid.ring > 1 else ulysses_messages(),
     }
@@ -97,12 +103,13 @@ def main(
     out: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path(__file__).parent / "results/overhead.json",
 ) -> None:
     """What a small call costs besides its kernels and its messages."""
-    table, results = Table("", "call us", "kernels us", "collectives us", "overhead, target <= 1.30"), {}
+    names = ("call", "always", "debug", "kernels", "collectives")
+    table, results = Table("us", *names, "overhead, target <= 1.30"), {}
     with Team(2) as team:
         for grid in (Grid(2, 1), Grid(1, 2)):
             found = results[str(grid)] = team.run(measure, grid)[0]
             found["overhead"] = (found["call"] - found["kernels"]) / found["collectives"]
-            cells = (f"{found[name] * 1e6:.0f}" for name in ("call", "kernels", "collectives"))
+            cells = (f"{found[name] * 1e6:.0f}" for name in names)
             table.add_row(str(grid), *cells, f"{found['overhead']:.2f}")
     Console().print(table)
     out.parent.mkdir(exist_ok=True)
