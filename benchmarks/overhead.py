@@ -4,8 +4,8 @@
 
 Three things take turns, each between barriers: the call, its kernel calls alone on tensors of the same shapes, and bare
 collectives of the same bytes (for a ring irecv and isend of the keys and values, for Ulysses two all_to_all_single).
-`overhead` is (call - kernels) / collectives, of medians over rounds of the slowest rank: 1.00 would be free. "always" and
-"debug" are the same call in topologies with that `check`: what comparing every call costs, and looking at every number.
+`overhead` is (call - kernels) / collectives, of medians over rounds of the slowest rank: 1.00 would be free. "always"
+and "debug" are the same call with that `check`: what comparing every call costs, and looking at every number.
 """
 
 import json
