@@ -291,7 +291,7 @@ def opchecked(rank):
 
     q, k, v, dout = tensors(2, 1, 1, 2)
     cu_seqlens = torch.tensor([0, 20, 64])
-    plain = ":0 zigzag 2 2 p2p sdpa 0.3;0.0 ", ring.group.group_name, [64]
+    plain = ":0 zigzag 2 2 p2p sdpa 0 0.3;0.0 ", ring.group.group_name, [64]
     out, lse = torch.ops.usp.attention.default([q, k, v], *plain, cu_seqlens)
     qkv = [t.requires_grad_() for t in (q, k, v)]
     deal = [4, 2, 2], 4, [17, 15], False, ulysses.group.group_name
