@@ -35,7 +35,7 @@ def draw(seed: int) -> tuple[int, Case]:
     dtype = pick.choice([torch.float64, torch.float64, torch.float32, torch.float32, torch.bfloat16, torch.float16])
     half = dtype.itemsize == 2
     seq_len = pick.choice([p, pick.randint(p, 3 * p), pick.randint(10, 150), pick.randint(100, 400)])
-    seq_len = max(seq_len, 64) if half else seq_len  # one rounding is a large share of few numbers
+    seq_len = max(seq_len, 256) if half else seq_len  # of few numbers, one rounding is a large share
     kv_heads = pick.randint(1, 5)
     heads = kv_heads * pick.randint(-(-ulysses // kv_heads), 5)
     mask = pick.choice(

@@ -37,6 +37,9 @@ SHARE = 1.5
 BLOCK = 2**23
 """Scores at once: 64 MiB of them in float64."""
 
+MOST_ELEMENTS = 2**36
+"""Of q: 128 GiB in half precision."""
+
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(N, M, D) of q (N, M, D), k and v (1, K, D), and who sees whom (M, K)."""
 Track = Callable[[Sequence[Any], str], Iterable[Any]]
@@ -90,10 +93,12 @@ class Problem:
     device: torch.device | str = "cpu"
 
     def __post_init__(self) -> None:
-        """Raises InputError: a number is not positive, heads do not divide, no such dtype, documents do not add up."""
+        """Raises InputError: a number is below 1 or too large, heads do not divide, no such dtype, wrong documents."""
         for name in ("seq_len", "batch", "heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}: it must be 1 or more")
+        if (size := self.batch * self.seq_len * self.heads * self.head_dim) > MOST_ELEMENTS:
+            raise InputError(f"q would have {size:.3g} elements: every rank holds it whole, up to {MOST_ELEMENTS:,}")
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
             raise InputError(
                 f"heads is {self.heads} and kv_heads {self.kv_heads}: heads must be a multiple of kv_heads"

@@ -61,7 +61,7 @@ def write(path: str | Path, content: str | bytes) -> None:
 
 
 def named(path: str | Path) -> str:
-    """A path for a message of one line."""
+    """A path, or another text, for a message of one line."""
     text = str(path)
     return text if text.isprintable() and text else repr(text)
 

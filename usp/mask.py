@@ -329,8 +329,15 @@ class Mask:
     @classmethod
     @lru_cache(maxsize=256)
     def parse(cls, text: str) -> "Mask":
-        """Reads `str(mask)` back."""
-        return cls(() if text == "nothing" else tuple(map(Region.parse, text.split("|"))))
+        """Reads `str(mask)` back.
+
+        Raises:
+            InputError: no mask is written like that.
+        """
+        try:
+            return cls(() if text == "nothing" else tuple(map(Region.parse, text.split("|"))))
+        except ValueError as error:
+            raise InputError(f"{text[:60]!r} is not how a mask is written, as in ':0' or ':@0,4,9': {error}") from None
 
 
 def _complement(bands: Iterable[Band]) -> list[Band]:

@@ -29,7 +29,7 @@ def load(package: str, name: str) -> Any:
         kind = package.rsplit(".", 1)[-1].removesuffix("s")
         near = difflib.get_close_matches(str(name), known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise InputError(f"unknown {kind} {name!r}: there are {', '.join(known)}{hint}")
+        raise InputError(f"unknown {kind} {repr(name)[:200]}: there are {', '.join(known)}{hint}")
     return importlib.import_module(f"{package}.{name}")
 
 

@@ -152,7 +152,7 @@ def registered(rank):
     make = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, 32, heads, 8, generator=make, requires_grad=True) for heads in (2, 1, 1)]
     inputs.append(torch.randn(2, generator=make, requires_grad=True))
-    recipe = ":0 zigzag 2 2 p2p sdpa 0.3;5.0 sinks"
+    recipe = ":0 zigzag 2 2 p2p sdpa 0 0.3;5.0 sinks"
     found = torch.library.opcheck(
         torch.ops.usp.attention.default,
         (inputs, recipe, topology.ring.group.group_name, [64], None),

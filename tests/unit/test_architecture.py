@@ -245,6 +245,69 @@ def test_a_narrow_or_busy_handler_is_not():
     assert not swallowed(ast.parse("try:\n    f()\nexcept KeyError:\n    pass\nexcept Exception as e:\n    note(e)"))
 
 
+# ---- trust -----------------------------------------------------------------------------------------------------------
+
+UNTRUSTWORTHY = {"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "_pickle"}
+"""Modules that run code from what they read."""
+EVALUATES = {"eval", "exec", "__import__"}
+WRITES = {"open", "write_text", "write_bytes", "savefig"}
+"""What writes a file under its own name, unless it is `usp/files.py`."""
+
+
+def trusting(tree: ast.Module) -> list[str]:
+    """Where what comes from a file, or from another rank, could be run."""
+    found = [f"line {line}: {module}" for line, module in imports(tree) if module.split(".")[0] in UNTRUSTWORTHY]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name):
+            name = ast.unparse(node)
+            last = name.rpartition(".")[2]
+            collective = last.removesuffix("_list").endswith("_object")
+            if collective or last in ("unsafe_load", "full_load", "UnsafeLoader", "FullLoader") or name == "yaml.load":
+                found.append(f"line {node.lineno}: {name}")
+        if isinstance(node, ast.Call):
+            name, options = ast.unparse(node.func), {k.arg: ast.unparse(k.value) for k in node.keywords}
+            if name in EVALUATES or (name == "torch.load" and options.get("weights_only") != "True"):
+                found.append(f"line {node.lineno}: {name}")
+    return found
+
+
+@every_file
+def test_nothing_that_is_read_is_run(path):
+    assert not trusting(parse(path))
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import pickle", "def f():\n    from marshal import loads", "dist.all_gather_object(a, b)",
+     "dist.broadcast_object_list(a)", "from torch.distributed import gather_object as g\ngather_object(a)",
+     "torch.load(path)", "torch.load(path, weights_only=False)", "yaml.load(text, Loader=L)", "yaml.unsafe_load(text)",
+     "class L(yaml.UnsafeLoader): ...", "eval(text)", "exec(text)", "__import__(name)"],
+)  # fmt: skip
+def test_what_runs_what_it_reads_is_found(source):
+    assert trusting(ast.parse(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["json.loads(text)", "torch.load(path, weights_only=True)", "class L(yaml.SafeLoader): ...", "model.eval()",
+     "torch.compile(f)", "dist.all_gather(a, b)", "object()"],
+)  # fmt: skip
+def test_what_only_reads_is_not(source):
+    assert not trusting(ast.parse(source))
+
+
+def test_files_are_written_in_one_place():
+    """Whole or not at all; a picture is drawn into memory first."""
+    found = [
+        f"{shown(path)}:{node.lineno}: {ast.unparse(node)[:60]}"
+        for path in SOURCES
+        if path != ROOT / "files.py"
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in WRITES
+    ]
+    assert [each.split(":")[0] for each in found] == ["usp/cli/output.py"] and "savefig(content" in found[0]
+
+
 # ---- importing -------------------------------------------------------------------------------------------------------
 
 

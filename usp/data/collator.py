@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -76,8 +77,13 @@ class LongContextCollator:
         pad: int = 0,
         ignore_index: int = -100,
     ) -> None:
-        if length < 1:
-            raise InputError(f"length is {length}: a sequence has at least one token")
+        _whole("length", length, 1, 2**40)
+        for name, token in (
+            ("separator", 0 if separator is None else separator),
+            ("pad", pad),
+            ("ignore_index", ignore_index),
+        ):
+            _whole(name, token, -(2**63), 2**63 - 1)
         if tail not in ("pad", "drop", "carry"):
             raise InputError(f"tail is {tail!r}: it must be 'pad', 'drop' or 'carry'")
         if long_documents not in ("error", "split"):
@@ -96,12 +102,16 @@ class LongContextCollator:
         """
         if isinstance(documents, str | bytes):
             raise InputError("one document was given where a sequence of documents is expected: give [document]")
+        try:
+            iterator = iter(documents)
+        except TypeError:
+            raise InputError(f"documents are {type(documents).__name__}: give a sequence of documents") from None
         if self.tail == "carry" and get_worker_info() is not None:
             raise InputError(
                 "tail='carry' in a worker process of a DataLoader would lose what is carried when the worker ends: use "
                 "num_workers=0, or tail='pad' with larger batches"
             )
-        pieces = [piece for i, document in enumerate(documents) for piece in self._pieces(i, document)]
+        pieces = [piece for i, document in enumerate(iterator) for piece in self._pieces(i, document)]
         sequences = self._fit([*self.carried, *pieces])
         tail = sequences.pop() if self.tail != "pad" and sequences and _size(sequences[-1]) < self.length else []
         self.carried = tail if self.tail == "carry" else []
@@ -132,13 +142,15 @@ class LongContextCollator:
             if self.tokenizer is None:
                 raise InputError(f"document {index} is a text and there is no tokenizer: give one, or give tokens")
             tokens = self.tokenizer(document)
-            tokens = tokens["input_ids"] if isinstance(tokens, Mapping) else tokens
+            tokens = tokens.get("input_ids") if isinstance(tokens, Mapping) else tokens
         try:
             tokens = torch.as_tensor(list(tokens) if isinstance(tokens, bytes | range) else tokens)
-        except (TypeError, ValueError, RuntimeError) as error:
-            reason = " ".join(str(error).split())
-            raise InputError(f"document {index}: its tokens must be integers (n,), and torch says: {reason}") from None
-        if tokens.ndim != 1 or (tokens.numel() and (tokens.dtype.is_floating_point or tokens.dtype is torch.bool)):
+        except (TypeError, ValueError, RuntimeError):  # the last for numbers that are too large, and for dicts
+            raise InputError(
+                f"document {index} is {' '.join(repr(tokens).split())[:60]}: its tokens must be integers (n,)"
+            ) from None
+        whole = not (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype is torch.bool)
+        if tokens.ndim != 1 or (tokens.numel() and not whole):
             raise InputError(
                 f"document {index} is {tokens.dtype} of shape {tuple(tokens.shape)}: its tokens must be integers (n,)"
             )
@@ -176,3 +188,8 @@ class LongContextCollator:
 
 def _size(pieces: Iterable[Tensor]) -> int:
     return sum(map(len, pieces))
+
+
+def _whole(name: str, value: Any, least: int, most: int) -> None:
+    if not isinstance(value, Integral) or isinstance(value, bool) or not least <= int(value) <= most:
+        raise InputError(f"{name} is {repr(value)[:60]}: it must be a whole number from {least} to {most}")

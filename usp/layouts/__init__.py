@@ -20,7 +20,7 @@ from usp.positions import Positions
 
 Layout = Callable[[int, int, int], Positions]
 
-SECTION = re.compile(r"(?P<name>\w+)(?:\[(?P<mask>[^\]]*)\])?(?::(?P<length>\d+))?")
+SECTION = re.compile(r"(?P<name>\w+)(?:\[(?P<mask>[^\]]*)\])?(?::(?P<length>\d{1,15}))?")
 
 
 def names() -> list[str]:
@@ -92,7 +92,7 @@ def parse(name: str) -> tuple[tuple[Layout, int | None], ...]:
         load(name)  # which it is not: the error says what there is
     found = [(_with_mask(s["name"], s["mask"]), int(s["length"]) if s["length"] else None) for s in sections]
     if sum(length is None for _, length in found) != 1:
-        raise InputError(f"layout {name!r}: one section must have no length, and gets what the others leave")
+        raise InputError(f"layout {name[:200]!r}: one section must have no length, and gets what the others leave")
     return tuple(found)
 
 

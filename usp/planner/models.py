@@ -167,8 +167,9 @@ class _Config:
             return default
         if key is None:
             near = difflib.get_close_matches(keys[0], filter(self.has, map(str, self.values)), n=1)
+            hint = f" (there is {named(near[0])})" if near else ""
             raise InputError(
-                f"{self.where}: {' or '.join(keys)} is missing{f' (there is {near[0]})' if near else ''}; add it, or "
+                f"{self.where}: {' or '.join(keys)} is missing{hint}; add it, or "
                 f"give a specification file with heads, kv_heads, head_dim, layers, hidden, intermediate and vocab"
             )
         value = self.values[key]

@@ -403,7 +403,7 @@ def explain(error: ValidationError, kind: type[BaseModel]) -> str:
 
 def _explain(problem: Any, kind: type[BaseModel]) -> str:
     path = [str(part) for part in problem["loc"]]
-    field = ".".join(path) or kind.__name__
+    field = ".".join(part[:60] for part in path) or kind.__name__
     if problem["type"] == "extra_forbidden":
         known = _fields(kind, path[:-1])
         near = difflib.get_close_matches(path[-1], known, n=1)
