@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-TIMEOUT = timedelta(seconds=3)
+TIMEOUT = timedelta(seconds=5)
 """Of the topologies of these jobs."""
 GRACE = 10.0
 """Seconds beyond the time-out until a survivor must have ended."""

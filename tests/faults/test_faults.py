@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 
 import pytest
 import torch
@@ -129,7 +130,7 @@ def test_the_others_end_with_an_error_that_names_the_rank(fault):
             assert "the rendezvous store does not answer" in end.error
             assert "or else rank 0, has ended" in end.error
         elif fault.when == "first":
-            assert f"rank {fault.victim}: did not arrive at call 1 within 3 s" in end.error
+            assert f"rank {fault.victim}: did not arrive at call 1 within {TIMEOUT.seconds} s" in end.error
         else:
             where = "all_to_all: " if fault.degrees[0] > 1 else "ring h"
             assert re.match(rf"TransportError: ({where}|ring h).*rank {rank} on \S+ waited to ", end.error), end.error
@@ -155,7 +156,7 @@ MISMATCHES = {
 }
 BUILDS = {
     "ulysses_degree": dict(degrees=(2, 2)),
-    "timeout": dict(seconds=4),
+    "timeout": dict(seconds=9),
     "check": dict(check="always"),
     "nodes": dict(nodes="aabb"),
     "usp": dict(version="0.0.9"),
@@ -173,7 +174,7 @@ def disagree(rank: int, mark, given: dict) -> None:
     if rank == 0:
         mark()
     degrees = mine("degrees", (1, 4))
-    timeout = TIMEOUT.__class__(seconds=mine("seconds", 3))
+    timeout = timedelta(seconds=mine("seconds", TIMEOUT.seconds))
     topology = usp.Topology.build(*degrees, nodes=mine("nodes", None), check=mine("check", None), timeout=timeout)
     names = ("layout", "kernel", "transport", "scale")
     attn = usp.USPAttention(topology=topology, **{name: given[name] for name in names if differs and name in given})
