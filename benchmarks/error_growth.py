@@ -15,6 +15,7 @@ from typing import Annotated
 
 import torch
 import typer
+from balance import markdown
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -90,13 +91,6 @@ def table(title: str, dtype: torch.dtype, compute: Callable[[list[Tensor], int],
             str(ring_degree), *(f"{((x.double() - ref).norm() / ref.norm()).item():.2e}" for x, ref in results)
         )
     return found
-
-
-def markdown(shown: Table) -> str:
-    """A table as Markdown."""
-    columns = [[str(column.header), *map(str, column.cells)] for column in shown.columns]
-    head, *rows = [f"| {' | '.join(row)} |" for row in zip(*columns, strict=True)]
-    return "\n".join((f"### {shown.title}", "", head, "|---:" * len(columns) + "|", *rows))
 
 
 def tables() -> Iterable[Table]:

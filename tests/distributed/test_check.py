@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -72,3 +73,22 @@ def test_a_fault_of_one_rank_is_an_exit_code(with_a_fault):
     assert "FAILS" in done.stdout
     assert "1 of 1 past a bound" in done.stdout
     assert "exitcode  : 1" in done.stderr
+
+
+def test_a_sequence_of_other_ranks_fails_all(with_a_fault):
+    """Rank 1 has a sequence of its own: rank 0 saw no fault, and exits with 1 too. Without torchrun, which ends it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | where | with_a_fault
+    call = [sys.executable, "-m", "usp.cli", "check", *SMALL, "-r", "1"]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    ranks = [subprocess.Popen(call, env=env | {"RANK": str(rank)}, **pipes) for rank in range(2)]
+    try:
+        (table, _), (nothing, _) = (process.communicate(timeout=100) for process in ranks)
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [1, 1]
+    assert table.count("FAILS") == 1
+    assert nothing == ""

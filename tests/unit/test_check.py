@@ -1,5 +1,6 @@
 """`usp.check` against the oracle of the tests, and against attention that is wrong."""
 
+import json
 import math
 import sys
 
@@ -78,6 +79,43 @@ def test_a_result_that_is_wrong_by_a_thousandth_fails(name, monkeypatch):
     assert f"{name} 1.0e-03 > 2.0e-06" in str(report)
 
 
+@pytest.fixture
+def answer(monkeypatch):
+    """Lets attention answer with the oracle's results times a factor for each, for some of the rows."""
+
+    def set_answer(*factors, rows=slice(None)):
+        def attend(problem, topology, whole):
+            out, _, *gradients = dense_attention(*whole, visible(problem.mask, problem.seq_len))
+            return [x[:, rows] * factor for x, factor in zip((out, *gradients), factors, strict=True)]
+
+        monkeypatch.setattr(sys.modules["usp.check"], "_attend", attend)
+
+    return set_answer
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_an_error_is_told_as_it_is(mask, answer):
+    """Also far below the bound of another dtype."""
+    wrong = (1e-3, 1e-5, -1e-7, 1e-9)
+    answer(*(1 + error for error in wrong))
+    report = usp.check(ALONE, seq_len=37, batch=2, heads=4, kv_heads=2, head_dim=8, dtype=torch.float64, mask=mask)
+    assert [result.error for result in report.results] == pytest.approx(list(map(abs, wrong)), rel=1e-5)
+    assert not any(result.passed for result in report.results)
+
+
+def test_a_token_that_no_rank_holds_is_missed(answer, monkeypatch):
+    """Though all rows that there are are right."""
+    monkeypatch.setattr(sys.modules["usp.check"], "positions", lambda *_, **__: torch.arange(36))
+    answer(1.0, 1.0, 1.0, 1.0, rows=slice(36))
+    assert not any(result.passed for result in usp.check(ALONE, seq_len=37, head_dim=8).results)
+
+
+def test_where_the_reference_is_rounding():
+    """Queries that see one key have dq = dk = 0: an error of 1e-17 is not one of 100 %."""
+    report = usp.check(ALONE, seq_len=37, head_dim=8, dtype=torch.float64, mask=Mask.window(0, 0))
+    assert report.passed, report
+
+
 @pytest.mark.parametrize(
     ("dtype", "error", "single", "bound"),
     [
@@ -119,6 +157,7 @@ def test_threads_are_refused():
     [
         (["--seq-len", "40", "--heads", "2", "--head-dim", "8"], 0, "all within their bounds"),
         (["--seq-len", "40", "--heads", "2", "--head-dim", "8", "--sweep"], 0, "all within their bounds"),
+        (["--seq-len", "40", "--sweep", "-u", "2"], 1, "give a degree that divides them, or none"),
         (["--seq-len", "40", "-u", "2", "-r", "2"], 1, "torchrun --nproc-per-node 4 -m usp.cli check"),
         (["--seq-len", "40", "--dtype", "int8"], 1, "dtype is 'int8'"),
         (["--seq-len", "40", "--device", "tpu"], 1, "device is 'tpu'"),
@@ -128,3 +167,36 @@ def test_the_command(args, code, words):
     result = CliRunner().invoke(app, ["check", *args])
     assert result.exit_code == code
     assert words in result.output + str(result.exception)
+
+
+COMMAND = ["check", "--seq-len", "40", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--json"]
+
+
+def test_a_failure_in_the_document(answer):
+    """NaN is no number of JSON."""
+    answer(1.0, 1.0, math.nan, 1.1)
+    done = CliRunner().invoke(app, COMMAND)
+    content = json.loads(done.stdout)
+    (case,) = content["cases"]
+    assert done.exit_code == 1
+    assert content["passed"] is case["passed"] is False
+    assert case["results"]["dk"]["error"] is None
+    assert case["results"]["dv"]["error"] == pytest.approx(0.1, rel=1e-4)
+    assert case["results"]["dv"]["bound_from"] == "fixed for float32"
+    assert done.stderr.count("FAILS") == 2
+    assert "1 of 1 past a bound" in done.stderr
+
+
+def test_what_is_given_is_not_swept():
+    done = CliRunner().invoke(app, [*COMMAND, "--sweep", "--layout", "zigzag", "--window", "9,0"])
+    (case,) = json.loads(done.stdout)["cases"]
+    assert (done.exit_code, case["layout"], case["mask"]) == (0, "zigzag", "causal, window 9 back and 0 ahead")
+
+
+@pytest.mark.parametrize("args", [["--sweep"], ["--dtype", "bfloat16"]])
+def test_tables_fit_a_terminal(args):
+    done = CliRunner().invoke(app, [*COMMAND, *args])
+    words = {"contiguous", "causal documents"} if "--sweep" in args else {"1.5 x single device"}
+    assert done.exit_code == 0
+    assert all(word in done.stderr for word in words)  # neither cut nor broken
+    assert max(map(len, done.stderr.splitlines())) <= 80

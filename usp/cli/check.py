@@ -193,7 +193,7 @@ def _title(case: Case, sweep: bool) -> str:
 
 
 def _results(report: "CheckReport") -> Table:
-    table = Table("", "relative error", "single device", "bound", "which is", "")
+    table = Table("", "rel. error", "single device", "bound", "which is", "")
     for result in report.results:
         errors = (f"{error:.1e}" for error in (result.error, result.single_device, result.bound))
         table.add_row(result.name, *errors, result.bound_from, "passes" if result.passed else "FAILS")
