@@ -166,7 +166,9 @@ class Topology:
         options = Options.of(check, timeout)
         store = dist.distributed_c10d._get_default_store()
         asked = {"mesh": tuple(mesh.shape), "axes": names, "ulysses": ulysses, "ring": ring}
-        nodes = _nodes(store, tuple(sorted(mesh.mesh.flatten().tolist())), options, asked)
+        members = tuple(sorted(mesh.mesh.flatten().tolist()))
+        _compare(store, members, options, asked)
+        nodes = _nodes(store, members, options)
 
         def group(axis: str, ranks: tuple[int, ...], rank: int) -> Group:
             if len(ranks) == 1:
@@ -279,10 +281,10 @@ def _build(
     store = dist.distributed_c10d._get_default_store()
     everyone = tuple(range(world.size()))
     asked = {"ulysses_degree": ulysses_degree, "ring_degree": ring_degree, "allow_cross_node": allow_cross_node}
-    if nodes is None or options.check != "off":
-        found = _nodes(store, everyone, options, {**asked, "nodes": nodes})
-        nodes = nodes or found
-    if len(nodes) != len(everyone):
+    _compare(store, everyone, options, {**asked, "nodes": nodes})
+    if nodes is None:
+        nodes = _nodes(store, everyone, options)
+    elif len(nodes) != len(everyone):
         raise TopologyError(f"nodes names {len(nodes)} ranks and the world has {len(everyone)}: name each rank's node")
     grids = place(nodes, ulysses_degree, ring_degree, allow_cross_node)
     # Their own, also where one has all ranks: with its time-out and, with NCCL, beside what else the world sends.
@@ -296,18 +298,20 @@ def _build(
     return assemble(world.rank(), grids, nodes, store, lambda _, ranks, __: groups.get(ranks), options)
 
 
-def _nodes(store: Store, ranks: tuple[int, ...], options: Options, asked: Facts) -> tuple[str, ...]:
+def _compare(store: Store, ranks: tuple[int, ...], options: Options, asked: Facts) -> None:
+    """Raises AgreementError if not all ranks ask for the same, with the same versions. With "off" none is asked."""
+    if options.check != "off":
+        versions = {"usp": __version__, "torch": torch.__version__.split("+")[0], "backend": dist.get_backend()}
+        facts = {**asked, "check": options.check, "timeout": options.timeout, **versions}
+        Agreement(store, "topology", ranks, dist.get_rank(), options).confirm(facts)
+
+
+def _nodes(store: Store, ranks: tuple[int, ...], options: Options) -> tuple[str, ...]:
     """The node of every global rank: its host name, and torchrun's number of its agent where a host has several.
 
     Ranks outside `ranks` are on "?".
-
-    Raises:
-        AgreementError: not all ask for the same, with the same versions.
     """
     here = Agreement(store, "nodes", ranks, dist.get_rank(), options)
-    if options.check != "off":
-        versions = {"usp": __version__, "torch": torch.__version__.split("+")[0], "backend": dist.get_backend()}
-        here.confirm({**asked, "check": options.check, "timeout": options.timeout, **versions})
     note = json.dumps([socket.gethostname(), os.environ.get("GROUP_RANK", "0")])
     told = dict(zip(ranks, map(json.loads, here.gather(note)), strict=True))
     agents: dict[str, set[str]] = defaultdict(set)

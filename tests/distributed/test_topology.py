@@ -91,6 +91,12 @@ def test_degrees_that_do_not_divide_the_world(pool):
     assert "1 x 4, 2 x 2, 4 x 1" in message
 
 
+@pytest.mark.parametrize("nodes", [(), ("a",), ("a",) * 5])
+def test_nodes_that_name_another_number_of_ranks(pool, nodes):
+    message = pool(4).run(refused, 2, 2, nodes, False)[0]
+    assert f"nodes names {len(nodes)} ranks and the world has 4" in message
+
+
 def detected(rank):
     return usp.Topology.build(2, 2).describe()
 
