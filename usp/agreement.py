@@ -163,13 +163,7 @@ class Agreement:
         self._store.set(self._kept[-1], value)
 
     def _get(self, key: str, timeout: timedelta) -> str | None:
-        try:
-            self._store.wait([key], timeout)
-        except DistNetworkError:
-            raise
-        except RuntimeError:  # DistStoreError is one, and a store without processes raises no other
-            return None
-        return self._store.get(key).decode()
+        return _read(self._store, key, timeout)
 
 
 def first_silent(store: Store, rank: int, awaited: Sequence[int]) -> str:
@@ -195,15 +189,22 @@ def _first_silent(store: Store, rank: int, awaited: Sequence[int]) -> str:
     seen, (found, *_) = {rank}, awaited
     while found not in seen:
         seen.add(found)
-        key = f"usp/waited/{found}"
-        try:
-            store.wait([key], HEARD_WITHIN)
-        except DistNetworkError:
-            raise
-        except RuntimeError:  # nothing is heard; DistStoreError is one, and a store without processes raises no other
+        told = _read(store, f"usp/waited/{found}", HEARD_WITHIN)
+        if told is None:
             return "" if found in awaited else f"; the first of whom nothing is heard is rank {found}"
-        found = json.loads(store.get(key))[0]
+        found = json.loads(told)[0]
     return ""
+
+
+def _read(store: Store, key: str, timeout: timedelta) -> str | None:
+    """The value of a key; None if it is not there in time. Raises DistNetworkError if the store is gone."""
+    try:
+        store.wait([key], timeout)
+    except DistNetworkError:
+        raise
+    except RuntimeError:  # DistStoreError is one, and a store without processes raises no other
+        return None
+    return store.get(key).decode()
 
 
 def _within(bound: timedelta, work: Callable[[], T]) -> T:

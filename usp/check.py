@@ -184,12 +184,13 @@ class CheckReport:
         return f"ulysses {self.ulysses_degree} x ring {self.ring_degree} {self.problem.layout}: {', '.join(shown)}"
 
 
-def _untracked(items: Sequence[Any], what: str) -> Iterable[Any]:
+def untracked(items: Sequence[Any], what: str) -> Iterable[Any]:
+    """A `Track` that shows nothing."""
     return items
 
 
 @torch.enable_grad()
-def check(topology: Topology, *, track: Track = _untracked, **problem: Unpack[Fields]) -> CheckReport:
+def check(topology: Topology, *, track: Track = untracked, **problem: Unpack[Fields]) -> CheckReport:
     """Runs attention, forward and backward, and compares with dense attention in float64. Collective over a sequence.
 
     ```python

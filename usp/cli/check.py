@@ -18,7 +18,7 @@ from usp.mask import Mask
 from usp.planner.spec import DTYPE_BYTES, Workload
 
 if TYPE_CHECKING:
-    from usp.check import CheckReport, Problem
+    from usp.check import CheckReport, Problem, Track
 
 EXAMPLES = (
     "Examples: `usp check --seq-len 4K`; `torchrun --nproc-per-node 4 -m usp.cli check --seq-len 8K --heads 8 "
@@ -110,6 +110,7 @@ def check(mask: MaskOptions, problem: ProblemOptions, grid: GridOptions) -> None
         raise InputError(f"nothing to check: {cases[0].skipped}; lower the Ulysses degree, or give more heads")
     import torch.distributed as dist
 
+    from usp.check import untracked
     from usp.probe import TIMEOUT
 
     if processes > 1:
@@ -118,9 +119,9 @@ def check(mask: MaskOptions, problem: ProblemOptions, grid: GridOptions) -> None
         first = processes == 1 or dist.get_rank() == 0
         with progress(first) as track:
             if grid.sweep:
-                reports = [None if case.skipped else _run(case) for case in track(cases, "checking")]
+                reports = [None if case.skipped else _run(case, untracked) for case in track(cases, "checking")]
             else:
-                reports = [_run(case, track=track) for case in cases]
+                reports = [_run(case, track) for case in cases]
     finally:
         if processes > 1:
             dist.destroy_process_group()
@@ -166,7 +167,7 @@ def _cases(
         yield Case((ulysses, ring), layout, words, whole, "fewer heads than Ulysses ranks" if few else "")
 
 
-def _run(case: Case, **track: Any) -> "CheckReport":
+def _run(case: Case, track: "Track") -> "CheckReport":
     """The worst report of the groups of ranks that share a sequence: the same on every rank."""
     import torch.distributed as dist
 
@@ -175,7 +176,7 @@ def _run(case: Case, **track: Any) -> "CheckReport":
     from usp.collect import gather
     from usp.topology import Topology
 
-    report = run(Topology.build(*case.degrees, allow_cross_node=True), **vars(case.problem), **track)
+    report = run(Topology.build(*case.degrees, allow_cross_node=True), track=track, **vars(case.problem))
     if not dist.is_initialized():
         return report
     told = gather([astuple(result) for result in report.results])
