@@ -19,8 +19,8 @@ def debug(monkeypatch):
 
 
 def attend(topology, spoil=lambda topology, tensors: None):
-    torch.manual_seed(topology.rank)
-    tensors = [torch.randn(1, 4, 2, 8, requires_grad=True) for _ in range(3)]
+    make = torch.Generator().manual_seed(topology.rank)  # the ranks are threads, which share torch's own generator
+    tensors = [torch.randn(1, 4, 2, 8, generator=make, requires_grad=True) for _ in range(3)]
     spoil(topology, tensors)
     out = usp.attention(*tensors, topology=topology)
     out.sum().backward()
