@@ -93,6 +93,15 @@ class Sum:
         self._total = self.result()
         self._total[where] += share
 
+    def of_more_heads(self, like: Tensor) -> "Sum":
+        """The same for a tensor (B, S, H, D) with more heads behind these. This one is used no more."""
+        if like.shape == self._shape:
+            return self
+        grown = Sum(like)
+        if self._total is not None:
+            grown.add((slice(None), slice(None), slice(self._shape[2])), self._total)
+        return grown
+
     def result(self) -> Tensor:
         """The gradient so far."""
         return self._like.new_zeros(self._shape) if self._total is None else self._total

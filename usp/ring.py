@@ -86,20 +86,25 @@ class Ring:
             dq, dk and dv, and with sinks their gradient, that of this rank's rows.
         """
         self._check("backward", dout=dout, q=q, out=out, lse=lse)
-        dout, q = self.kernel.arrange(dout), self.kernel.arrange(q)
+        q = self.kernel.arrange(q)  # dout stays as it is: torch's CPU kernel wants rows of it
         row_side, dq, heads = (dout, q, out, lse), Sum(q), runs(self.groups)
         # Of a block that comes again half of the heads are kept, for the time of the last message.
         now, later = halves(heads)
-        first, kept = None, {}
+        first, early = None, {}
         for stop in self._walk(k, v):
-            first = first or stop
+            first, block = first or stop, _rows_first(stop.tensors)
             if stop.comes_again:
-                kept[stop.owner] = tuple(map(Sum, _rows_first(stop.tensors)))
-                self._block_backward(row_side, stop, now, dq, kept[stop.owner])
-            elif stop.owner in kept:
-                self._block_backward(row_side, stop, later, dq, kept.pop(stop.owner))
+                early[stop.owner] = [Sum(t[:, :, : now[-1].kv.stop]) for t in block]
+                self._block_backward(row_side, stop, now, dq, early[stop.owner])
+                continue
+            if stop.owner in early:
+                sums = [part.of_more_heads(t) for part, t in zip(early.pop(stop.owner), block, strict=True)]
+                self._block_backward(row_side, stop, later, dq, sums)
             else:
-                self._block_backward(row_side, stop, heads, dq, tuple(map(Sum, _rows_first(stop.tensors))))
+                sums = list(map(Sum, block))
+                self._block_backward(row_side, stop, heads, dq, sums)
+            stop.gradients = _heads_first([total.result() for total in sums])
+            del block, sums  # or the gradients would outlive the message that is made of them
         assert first is not None and first.gradients is not None  # a walk begins at this rank's own block
         gradients = [t.to(q.dtype).contiguous() for t in (dq.result(), *_rows_first(first.gradients))]
         if self.sinks is not None:
@@ -122,23 +127,22 @@ class Ring:
             total.add(rows, out, lse)
 
     def _block_backward(
-        self, row_side: tuple[Tensor, ...], stop: Stop, heads: Sequence[HeadRun], dq: Sum, sums: tuple[Sum, ...]
+        self, row_side: tuple[Tensor, ...], stop: Stop, heads: Sequence[HeadRun], dq: Sum, sums: Sequence[Sum]
     ) -> None:
         """Adds one block's share of the gradients, by some heads. A function, so no tile outlives its block."""
         (dout, q, out, lse), (dk, dv) = row_side, sums
         k, v = map(self.kernel.arrange, _rows_first(stop.tensors))
         pieces = list(self._pieces(stop.owner, q, heads))
-        shares = self.kernel.backward_many(
+        results = self.kernel.backward_many(
             Backward(dout[rows], q[rows], k[columns], v[columns], (out[rows], lse[rows]), tile.band, scores)
             for rows, columns, tile, scores in pieces
         )
         for rows, columns, tile, _ in pieces:
-            q_share, k_share, v_share = next(shares)
-            self._check_tile(stop, tile, dq=q_share, dk=k_share, dv=v_share)
-            dq.add(rows, q_share)
-            dk.add(columns, k_share)
-            dv.add(columns, v_share)
-        stop.gradients = _heads_first([dk.result(), dv.result()])
+            shares = dict(zip(("dq", "dk", "dv"), next(results), strict=True))
+            self._check_tile(stop, tile, **shares)
+            dq.add(rows, shares.pop("dq"))  # each is given up before the next sum may want memory
+            dk.add(columns, shares.pop("dk"))
+            dv.add(columns, shares.pop("dv"))
 
     @property
     def _hops(self) -> int:

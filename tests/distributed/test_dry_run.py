@@ -209,7 +209,7 @@ def test_the_text(monkeypatch):
     )
     # 64:8 heads of 64: 4,096 tokens of 56 and 7 to 7 peers and 28,672 of the output back; a block of 32,768 of one.
     assert [line.split() for line in lines[4:9]] == [
-        ["rank", "0,", "8", "alike", "282", "MiB"],
+        ["rank", "0,", "8", "alike", "274", "MiB"],
         ["forward", "all-to-all", "14", "63", "MiB", "0", "B", "equal"],
         ["forward", "ring", "1", "0", "B", "8", "MiB", "equal"],
         ["backward", "all-to-all", "14", "63", "MiB", "0", "B", "equal"],

@@ -250,15 +250,21 @@ class _Rank:
 
     @property
     def backward_flight(self) -> int:
-        """The present and the next block, and float32 gradients: its own, of the block that leaves and of that to come.
+        """The present and the next block, and float32 gradients: of the block that leaves and of that to come.
 
-        With "all_gather" its own, and those that this rank keeps, sends and receives for each of the others. In a
-        double ring those of the round's block, too, and across more than two nodes what leaves and comes there.
+        Until its own comes again, those of half of its kv heads, too. With "all_gather", for each of the others what
+        this rank keeps, sends and receives, in place of what leaves and comes. In a double ring those of the round's
+        block, too, and across more than two nodes what leaves and comes there.
         """
+        if not self.hops:
+            return 0
+        pair, blocks = self._widened(self.kv), self._blocks(2) * self.kv
+        own = pair // self.kv_heads * _ceil(self.kv_heads, 2)
+        if self.layer.transport == "p2p" and self.hops == 1:  # gradients leave when no block is left
+            return max(blocks + own, 3 * pair)
         others = 3 * self.hops if self.layer.transport == "all_gather" else 2
         across = 1 + 2 * (self._rounds > 2) if self._rounds > 1 else 0
-        gradients = 1 + others + across if self.hops else 0
-        return self._blocks(2) * self.kv + gradients * self._widened(self.kv)
+        return blocks + own + (others + across) * pair
 
     def _blocks(self, passing: int) -> int:
         """Blocks of k and v besides this rank's own: with "all_gather" those of all ranks, and its own once more."""

@@ -106,17 +106,16 @@ class Transport(ABC):
                 first.tensors = list(own)  # the message is for the first hop only
             with waiting(f"ring hop {hop}"):
                 if stop.gradients is not None and hop:
-                    if behind is not None:
-                        add_(stop.gradients, unflatten(behind.wait(), shapes[stop.owner]))
                     if hop < hops:
-                        behind = self._move(_take(stop), after, before, numels[following])
+                        way = after, before, numels[following]
                     else:
-                        behind = self._move(_take(stop), stop.owner, (self.rank + hops) % self.size, numels[self.rank])
+                        way = stop.owner, (self.rank + hops) % self.size, numels[self.rank]
+                    behind = self._move(_take(stop, None if behind is None else behind.wait()), *way)
                 if ahead is not None:
                     block = ahead.wait()
                     stop = Stop(following, unflatten(block, shapes[following]))
         if behind is not None:
-            first.comes_again = False
+            first.comes_again, stop, block = False, first, None  # the last block is needed no more
             with span("usp::ring home: compute"):
                 yield first
             with waiting("ring home"):
@@ -137,7 +136,7 @@ class Stop:
         tensors: the block.
         gradients: what this rank adds to the block's gradients. The caller leaves them here, and gives them up: every
             rank of a ring at every stop, or none at any.
-        comes_again: whether this stop comes a second time if gradients are left, with those of both times then.
+        comes_again: whether this stop comes a second time if gradients are left; those of both times may be left then.
     """
 
     owner: int
@@ -158,11 +157,17 @@ class Move:
         return self._tensor
 
 
-def _take(stop: Stop) -> Tensor:
-    """The gradients left at a stop, as one message. They are forgotten there: memory is short on the way home."""
+def _take(stop: Stop, arrived: Tensor | None) -> Tensor:
+    """The gradients left at a stop, added to those that came after it, as one message.
+
+    They are forgotten at the stop: memory is short on the way home.
+    """
     left, stop.gradients = stop.gradients, None
     assert left is not None  # asked by the caller
-    return flatten(left)
+    if arrived is None:
+        return flatten(left)
+    add_(unflatten(arrived, [share.shape for share in left]), left)
+    return arrived
 
 
 def add_home(first: Stop, messages: Iterable[Tensor], shapes: Sequence[Shape]) -> None:
