@@ -17,7 +17,6 @@ from functools import cached_property
 from usp import layouts
 from usp.errors import InputError
 from usp.heads import groups, runs
-from usp.mask import Mask
 from usp.planner.spec import ModelSpec, Workload
 from usp.planner.traffic import TRANSPORTS, Layer, Shape, bytes_all_to_all, transport_kind
 from usp.schedule import Schedule
@@ -89,7 +88,7 @@ def _layer(model: ModelSpec, workload: Workload, degrees: tuple[int, int], layou
     mask = workload.mask
     dealt = layouts.layout_for(layout, mask)
     if model.windowed_layers == model.layers:
-        mask &= Mask.window(model.window, None)
+        mask &= model.window_mask
     return Layer(shape, Schedule(mask, dealt, workload.seq_len, degrees[1]), degrees[0], transport)
 
 

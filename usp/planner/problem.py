@@ -6,7 +6,6 @@ from typing import Literal
 
 from usp import layouts
 from usp.errors import InputError
-from usp.mask import Mask
 from usp.placement import columns, place, rows
 from usp.planner.cost import BUDGET, Machine, span
 from usp.planner.spec import ClusterSpec, ModelSpec, Workload
@@ -65,8 +64,8 @@ class Problem:
         """The model's attention layers, and how many there are of each kind. All deal by the mask of the workload."""
         model, whole = self.model, self.workload.mask
         seq_len, dealt = self.workload.seq_len, layouts.layout_for(layout, whole)
-        windowed = whole if model.window is None else whole & Mask.window(model.window, model.window)
-        kinds = ((model.layers - model.windowed_layers, whole), (model.windowed_layers, windowed))
+        windowed = model.windowed_layers
+        kinds = ((model.layers - windowed, whole), (windowed, whole & model.window_mask))
         return [
             (count, Layer(self.shape, Schedule(mask, dealt, seq_len, ring_degree), ulysses_degree, transport))
             for count, mask in kinds

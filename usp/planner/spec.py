@@ -183,6 +183,11 @@ class ModelSpec(Spec):
         return self.v_head_dim or self.head_dim
 
     @property
+    def window_mask(self) -> Mask:
+        """What the windowed layers see of a workload's mask: without a causal one as far ahead as back."""
+        return Mask.full() if self.window is None else Mask.window(self.window, self.window)
+
+    @property
     def dtype_bytes(self) -> int:
         """Bytes of one element."""
         return DTYPE_BYTES[self.dtype]
