@@ -827,3 +827,18 @@ def test_planning_needs_neither_torch_nor_numpy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+@pytest.mark.parametrize(("gpu", "gpus"), [("h100", 32), ("a100", 16), ("l20", 16), ("rtx4090", 32), ("l20", 4)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 32), (28, 4)])
+@pytest.mark.parametrize("mode", ["inference", "train"])
+def test_the_transport_that_attention_takes_is_never_far_from_the_best(gpu, gpus, heads, kv_heads, mode):
+    """`transport="auto"` is the double ring where there is one, else p2p: for no degrees and layout 10 % slower."""
+    shape, cluster = model(heads, kv_heads), hardware.cluster(gpu, gpus)
+    for seq_len in (2**11, 2**14, 2**17):
+        found: dict[tuple[int, int, str], dict[str, float]] = {}
+        for c in plan(shape, cluster, work(seq_len, mode=mode)).choices:
+            found.setdefault((c.ulysses_degree, c.ring_degree, c.layout), {})[c.transport.split(":")[0]] = c.seconds
+        for setting, seconds in found.items():
+            taken = seconds.get("double_ring", seconds["p2p"])
+            assert taken <= 1.1 * min(seconds.values()), (seq_len, setting, seconds)
