@@ -52,7 +52,8 @@ class Outcome:
 
     def differing(self, whole: "Outcome") -> list[str]:
         """Where it differs from an undisturbed run, beyond what is printed of numbers."""
-        wrong = [f"step {step} is missing" for step in whole.steps if step not in self.steps]
+        missing = [step for step in whole.steps if step not in self.steps]
+        wrong = [f"{len(missing)} steps are missing, {min(missing)} to {max(missing)}"] if missing else []
         for step, times in self.steps.items():
             (expected,) = whole.steps[step]
             wrong += [
@@ -154,10 +155,11 @@ def main(minutes: Annotated[float, typer.Option(help="How long, at most and abou
         longer = train(Path(folder) / "longer", 60, never, seconds)
         a_step = max((longer.seconds - trial.seconds) / 40, 0.01)
         left = seconds - (time.monotonic() - start)
-        steps = max(20, min(5000, int(left / 3 / a_step)))  # a third undisturbed, a third for steps, a third for starts
+        # A quarter undisturbed, one for steps, one for starts, of which a strike needs up to two, and one to spare.
+        steps = max(20, min(5000, int(left / 4 / a_step)))
         a_start = max(trial.seconds - 20 * a_step, 1.0)
-        most_restarts = max(1, min(MOST_KILLS // 2, int(left / 3 / a_start)))  # of up to two kills
-        chosen = set(draw.sample(range(steps), min(steps, most_restarts)))
+        most_strikes = max(1, min(MOST_KILLS // 2, int(left / 4 / (2 * a_start))))
+        chosen = set(draw.sample(range(steps), min(steps, most_strikes)))
 
         def strikes(step: int, kills: int) -> list[tuple[float, int]]:
             """Some in a step or in the writing of a checkpoint, and of those every other with one in the restart."""
