@@ -1,7 +1,6 @@
 """A configuration of sharded attention, its run on one rank, and the bound that its errors must keep."""
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -61,19 +60,14 @@ def run(case: Case, topology: Topology) -> list[Tensor]:
     return [usp.unshard(t.detach(), topology, **whole) for t in (out, lse, *grads)]
 
 
-NEIGHBOURS = 16
-"""Problems beside a case's own of which single-device attention's largest error is taken."""
-
-
 def failures(case: Case, results: list[Tensor]) -> list[str]:
     """What breaks the bound: float64 1e-12, float32 2e-6, below float64 also 1.5 times single-device attention's error.
 
-    That is the largest of the problem itself and of neighbours. In float32 it is more than 2e-6 only where terms cancel
-    in a reference of a few numbers.
+    In float32 that is more only where terms cancel in a reference of a few numbers.
     """
-    tensors = case.tensors()
+    q, k, v, dout = case.tensors()
     seen = visible(Mask.parse(case.mask), case.seq_len)
-    reference = dense_attention(*tensors, seen)
+    reference = dense_attention(q, k, v, dout, seen)
     dead = reference[1] == -torch.inf
     wrong = [] if torch.equal(results[1] == -torch.inf, dead) else ["lse: -inf in other places"]
     results, reference = (
@@ -81,15 +75,15 @@ def failures(case: Case, results: list[Tensor]) -> list[str]:
     )
     errors = [relative_error(x, ref) for x, ref in zip(results, reference, strict=True)]
     bounds = [BOUNDS.get(case.dtype, BOUNDS[torch.float32])] * 5
-    if case.dtype not in BOUNDS:
-        bounds[1] = 1e-4  # torch's CPU kernel takes a fast exponential in half precision, which the lse shows
-    for problem in _like(case, tensors) if case.dtype != torch.float64 else ():
-        if all(error <= bound for error, bound in zip(errors, bounds, strict=True)):
-            break
-        out, _, *grads = dense_attention(*problem, seen)
-        single = map(relative_error, _single_device(case, problem, seen), (out, *grads))
-        for i, error in zip((0, 2, 3, 4), single, strict=True):
-            bounds[i] = max(bounds[i], 1.5 * error)
+    if case.dtype != torch.float64 and max(errors) > bounds[0]:
+        single = [
+            relative_error(x, ref)
+            for x, ref in zip(_single_device(case, seen), (reference[0], *reference[2:]), strict=True)
+        ]
+        # torch's CPU kernel takes a fast exponential in half precision: an lse of its own is off by up to 1e-4
+        lse = bounds[1] if case.dtype in BOUNDS else 1e-4
+        bounds = [max(1.5 * error, BOUNDS[torch.float32]) for error in single]
+        bounds.insert(1, lse)
     for name, error, bound, dtype in zip(NAMES, errors, bounds, [x.dtype for x in results], strict=True):
         if not error <= bound:
             wrong.append(f"{name}: {error:.2e} > {bound:.2e}")
@@ -98,28 +92,11 @@ def failures(case: Case, results: list[Tensor]) -> list[str]:
     return wrong
 
 
-def _like(case: Case, tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """The problem itself, and neighbours, each number of which is the next one to its own, up, down or the same.
-
-    Of few numbers an error is a matter of luck: flash attention takes sum(dout * out) from every dout v, and where that
-    leaves a hundredth, one rounding more or less is a factor.
-    """
-    yield tensors
-    make = torch.Generator().manual_seed(case.seed)
-    for _ in range(NEIGHBOURS):
-        yield [_neighbour(t, make) for t in tensors]
-
-
-def _neighbour(x: Tensor, make: torch.Generator) -> Tensor:
-    direction = torch.randint(-1, 2, x.shape, generator=make)
-    down, up = (torch.nextafter(x, torch.full_like(x, end)) for end in (-torch.inf, torch.inf))
-    return torch.where(direction > 0, up, torch.where(direction < 0, down, x))
-
-
-def _single_device(case: Case, tensors: list[Tensor], seen: Tensor) -> list[Tensor]:
+def _single_device(case: Case, seen: Tensor) -> list[Tensor]:
     """out, dq, dk, dv of torch's own attention in the case's dtype."""
-    q, k, v, dout = (t.transpose(1, 2) for t in tensors)
-    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+    q, k, v, dout = (t.transpose(1, 2) for t in case.tensors())
+    for t in (q, k, v):
+        t.requires_grad_()
     widest = max(case.head_dim, case.v_head_dim)
     padded = (F.pad(t, (0, widest - t.shape[-1])) for t in (q, k, v))
     scale = case.head_dim**-0.5
